@@ -58,7 +58,7 @@ OTHERS = {
     "peft": "PeftModel.from_pretrained pissa_niter_N",
     "WireGuard, WSL and Docker": "[Interface] [Peer] .wslconfig [wsl2]",
     "datasets and its hub": "ClassLabel Json configs load_dataset remove_none_values save_to_disk"
-    " tatsu-lab/alpaca train+validation HF_TOKEN",
+    " tatsu-lab/alpaca train+validation HF_TOKEN context response",
     "pydantic": "model_copy",
     "torchft": "Manager",
     "a chat template of Gemma": "<|tool_response>",
@@ -264,7 +264,7 @@ NOT_WRITTEN = """
 .arrow .bin .cache .ckpt .csv .gz .id .idx .ip .ipynb .joblib .local .ndjson .npz .offload .parquet
 .pickle .pkl .port .pt .pth .quantization .start .text .tsv .txt .weight .xz .yaml .yml .zst
 arrow.json chat_template.json dataset_dict.json alias_names.json alias_settings.json
-alias_....json dataset_info.json
+alias_trainers.json dataset_info.json
 known_devices.json preprocessor_config.json processor_config.json state.json tokenizer.json
 tokenizer_config.json
 train.jsonl rows.jsonl video_preprocessor_config.json workers.log

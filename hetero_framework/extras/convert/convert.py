@@ -1,25 +1,23 @@
 """Configurations of axolotl, LLaMA-Factory and TRL, turned into settings of this project.
 
-A table per program, alias_<program>.json, says what becomes of its keys: "keys" maps names
+A key that the schema knows, by its name or by one after "Elsewhere", becomes that setting.
+alias_trainers.json has the others, "shared" ones and those of each program: "keys" maps names
 (expressions) to a setting or to cases [value, status, settings, reason], of which the first that
-fits counts; "idle" are keys that need no setting, "never" those that cannot be had; "defaults" are
-the program's own, under what they need (name, or name=value); a key of "methods" tells the method
-of a file that names none, "of one sample" are numbers of processes that share the samples of one,
-"styles" types of rows that are read here. In settings "$" is the value, "$," its parts between
-commas, "*" the key; in defaults "=name*2" is another setting. Names that no table has are those of
-the configuration file, or are called otherwise there (`config.section.Called`).
+fits counts. "idle" are keys that need no setting, "never" those that cannot be had. "defaults" are
+the program's own, under what they need (name, or name=value). A key of "methods" tells the method
+of a file that names none. In settings "$" is the value, "$," its parts between commas, "*" the
+key. In defaults "=name*2" is another setting.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import zip_longest
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ from hetero_framework.config.strict_json import read_object
 from hetero_framework.config.text_limits import text_problems
 from hetero_framework.errors import UserError
 
-PROGRAMS = {"axolotl": "axolotl", "LLaMA-Factory": "llama_factory", "TRL": "trl"}
+PROGRAMS = ("axolotl", "LLaMA-Factory", "TRL")
 TAKEN, CHANGED, IDLE, NEVER, BY_HAND, UNKNOWN = STATUSES = (
     *("taken", "changed", "no effect here", "cannot be had", "to do by hand", "unknown"),
 )
@@ -64,10 +62,7 @@ _OF_EVALUATIONS = (
 )
 _LOADERS = ("json", "jsonl", "parquet", "text", "csv", "arrow")  # of `datasets`, beside data_files
 _SETS = ("datasets", "test_datasets", "pretraining_dataset")
-_INFO = "dataset_info.json"
-_NAMING = re.compile(
-    r".*\.(type|field_(messages|tools|chosen|rejected)|roles|message_(property_mappings|field_(role|content|training)))"
-)
+_NAMED_SETS = {"dataset": "train", "eval_dataset": "eval"}  # of LLaMA-Factory
 
 
 @dataclass(frozen=True)
@@ -81,37 +76,22 @@ class ConvertedKey:
     why: str = ""
 
 
-@dataclass(frozen=True)
-class Rewrite:
-    """A file whose rows are to be written anew, how many at most, and in which form (a value of
-    data.format): `entry` describes them as the style says."""
-
-    source: Path
-    target: Path
-    style: str
-    entry: dict[str, Any]
-    form: str
-    limit: int | None = None
-
-
 @dataclass
 class Conversion:
-    """The settings (by path) that the keys `given` of a program's file in `folder` become, and what
-    became of each key. `output` is the configuration to be written; what is rewritten lies beside
-    it. Each of the other run's `world_size` processes took micro-batches of its own. `settings` and
-    `rows`, of parts of the file that are no keys, may be there already."""
+    """The settings (by path) that the keys `given` of a program's file become, and what became of
+    each key. Each of the other run's `world_size` processes took micro-batches of its own; 0: the
+    file says how many there were. `settings` that the file does not have may be there already."""
 
     program: str
     given: dict[str, Any]
-    folder: Path
-    output: Path
-    world_size: int = 1
+    world_size: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     rows: list[ConvertedKey] = field(default_factory=list)
     defaults: dict[str, Any] = field(default_factory=dict)
-    rewrites: list[Rewrite] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        told_processes = self.given.get("num_processes") or self.given.get("nproc_per_node") or 1
+        self.world_size = self.world_size or int(told_processes)
         methods = _table(self.program).get("methods", {}).items()
         told = not methods or "trl" in self.given
         if not told and (named := [m for m, n in methods if {*n.split()} & {*self.given}]):
@@ -122,8 +102,6 @@ class Conversion:
         if not told:
             why = "told by its keys; write training.objective if it is another one, such as orpo"
             self._change("training.objective", status=CHANGED, why=why)
-        if self.program == "LLaMA-Factory":
-            self._use_named_sets()
         self._decide_adapter()
         self._fill_defaults()
         self._scale_batch()
@@ -150,14 +128,27 @@ class Conversion:
         if key in _SETS and value:
             entries = _entries(key, value)
             for number, entry in enumerate(entries):
-                place, begin = f"{key}[{number}]", len(self.rows)
+                place = f"{key}[{number}]"
                 for name, inner in entry.items():
                     rated = name == "type" and self._objective != "sft"
                     named = f"{'pairs' if rated else 'datasets'}.{name}"
                     self._take(named, inner, f"{place}.{name}")
-                if self.program == "axolotl":
-                    entries[number] = self._rewritten(place, entry, begin)
             self._use_sets(key, entries, "eval" if key == "test_datasets" else "train")
+            if len({str(entry.get("type")).partition(".")[0] for entry in entries}) > 1:
+                why = "a run has sets of one format: write all rows as messages, or all as prompt"
+                self._say(key, None, BY_HAND, f"{why} and completion")
+        elif key in _NAMED_SETS and value and self.program == "LLaMA-Factory":
+            names = _listed(value)
+            weights = self._mixing(names) if key == "dataset" else ()
+            limit = self.given.get("max_samples")
+            sets = [{"path": name, "max_samples": limit} for name in names]
+            self._use_sets(key, sets, _NAMED_SETS[key], weights)
+            to = f"data.{_NAMED_SETS[key]}"
+            why = (
+                f"write the files or hub names that dataset_info.json gives for these into {to},"
+                " and Alpaca's rows as messages, since the chat template writes them there"
+            )
+            self._say(key, value, BY_HAND, why, to)
         elif value and key in _containers(self.program):
             for name, inner in value.items():
                 self._take(f"{key}.{name}", inner, f"{key}.{name}")
@@ -168,7 +159,7 @@ class Conversion:
         """Find out what becomes of `key`, which the table calls `name`."""
         if value is None or value in ("", [], {}):
             return self._say(key, value, TAKEN, "empty")
-        if cases := next((c for n, c in rules(self.program) if re.fullmatch(n, name)), None):
+        if cases := next((c for n, c in _rules(self.program) if re.fullmatch(n, name)), None):
             return self._apply(name, value, key, cases)
         here = aliases.setting_called(_SCHEMA, "training", name) or ""
         if here.partition(".")[0] in _SECTIONS and "." in here:
@@ -284,9 +275,7 @@ class Conversion:
     def _scale_batch(self) -> None:
         """A step has the micro-batches that each process had."""
         path = "training.gradient_accumulation_steps"
-        of_one_sample = _table(self.program).get("of one sample", "").split()
-        shared = prod(max(1, int(self.given.get(key) or 1)) for key in of_one_sample)
-        if (n := self.world_size // shared) > 1:
+        if (n := self.world_size) > 1:
             before = self.settings.get(path, 1)
             self.settings[path] = before * n
             self._change(path, status=CHANGED, why=f"{before} of each of {n} processes")
@@ -374,15 +363,17 @@ class Conversion:
         for name, path in told.items():
             if (value := entries[0].get(name)) and name not in differ:
                 self.settings[path] = value
-        if role == "train" and (differ or weights):
+        limits = [entry.get("max_samples") for entry in entries]
+        if role == "train" and (differ or weights or any(limits)):
             sources = [
                 {
                     "path": found[0] if len(found) == 1 else found,
                     "split": entry.get("split") if "split" in differ else None,
                     "dataset_config": entry.get("name") if "name" in differ else None,
                     "weight": weight,
+                    "max_samples": limit,
                 }
-                for entry, found, weight in zip_longest(entries, paths, weights)
+                for entry, found, weight, limit in zip_longest(entries, paths, weights, limits)
             ]
             self.settings["data.train"] = [
                 {name: value for name, value in source.items() if value is not None}
@@ -392,18 +383,6 @@ class Conversion:
             for number, entry in enumerate(entries[1:], 1):
                 why = f"all data of an evaluation have one {told[differ[0]]}; save it as a file"
                 self._say(f"{key}[{number}]", entry.get(differ[0]), BY_HAND, why)
-
-    def _use_named_sets(self) -> None:
-        """The sets that LLaMA-Factory's dataset_info.json describes: under dataset_dir, from this
-        or the file's folder upwards, or beside the file."""
-        name = str(self.given.get("dataset_dir") or "data")
-        places = [Path(name), *(p / name for p in (self.folder, *self.folder.parents)), self.folder]
-        found = next((place for place in places if (place / _INFO).is_file()), None)
-        info = read_object(found / _INFO) if found else {}
-        for key, role in (("dataset", "train"), ("eval_dataset", "eval")):
-            if names := _listed(self.given.get(key)):
-                sets = [self._named_set(n, info.get(n), found or Path(name)) for n in names]
-                self._use_sets(key, sets, role, self._mixing(names) if role == "train" else ())
 
     def _mixing(self, names: Sequence[str]) -> list[float]:
         """Have sets interleaved where the file asks for it; their weights."""
@@ -415,103 +394,37 @@ class Conversion:
         shares = _listed(self.given.get("interleave_probs")) or [1 / len(names)] * len(names)
         return [float(share) for share in shares]
 
-    def _rewrite(
-        self, source: Path, name: str, style: str, entry: Any, form: str, limit: int | None = None
-    ) -> Path:
-        """Have the rows of a file written anew, into this other one."""
-        target = self.output.with_name(f"{self.output.stem}.{name}.jsonl")
-        self.rewrites.append(Rewrite(source, target, style, entry, form, limit))
-        return target
-
-    def _rewritten(self, key: str, entry: dict[str, Any], begin: int) -> dict[str, Any]:
-        """A set of axolotl with its rows written anew, where a run cannot read them as they are, or
-        has sets of several types. Its keys' rows are those from `begin` on."""
-        styles = {_style(e) for k in _SETS for e in _entries(k, self.given.get(k) or [])}
-        open_ = [row for row in self.rows[begin:] if row.status == BY_HAND]
-        if len(styles) == 1 and not open_:
-            return entry
-        form = "messages" if "chat" in styles else "prompt_completion"
-        style, files = _style(entry), _listed(entry.get("data_files") or entry.get("path"))
-        if self._objective != "sft":
-            form = "preference"
-            style = "pair" if style == "chat" and self._objective != "kto" else ""
-        places = [Path(str(files[0])), self.folder / str(files[0])] if len(files) == 1 else []
-        source = next((place for place in places if place.is_file()), None)
-        readable = style and all(_NAMING.fullmatch(row.key) for row in open_)
-        if not readable or source is None or "[" in str(entry.get("split")):
-            if len(styles) > 1:
-                why = f"a run has sets of one format: save these rows as {form} in a file"
-                self._say(key, entry.get("path"), BY_HAND, why)
-            return entry
-        name = re.sub(r"datasets|[\[\]]", "", key)
-        target = self._rewrite(source, f"{name}.{source.stem}", style, entry, form)
-        self.settings["data.format"] = form
-        more = ", which the chat template writes" * (form == "messages" and style != "chat")
-        why = f"its rows are in {target.name}, as {form}{more}"
-        for number, row in enumerate(self.rows[begin:], begin):
-            if _NAMING.fullmatch(row.key):
-                self.rows[number] = replace(row, status=CHANGED, to=(), why=why)
-        return {"path": str(target)}
-
-    def _named_set(self, name: str, entry: Any, folder: Path) -> dict[str, Any]:
-        key, limit = f"dataset {name}", self.given.get("max_samples")
-        if not isinstance(entry, dict):
-            why = f"no {_INFO} that names it was found; write its file in data.train"
-            self._say(key, None, BY_HAND, why)
-            return {"path": f"{folder}/{name}.json"}
-        is_text = self.given.get("stage") == "pt"
-        if is_text and (column := (entry.get("columns") or {}).get("prompt")):
-            self._set(key, column, {"data.dataset_text_field": column})
-        if "file_name" not in entry:
-            hubs = ("hf_hub_url", "ms_hub_url", "script_url")
-            hub = next(str(entry[name]) for name in hubs if name in entry)
-            is_alpaca = entry.get("formatting", "alpaca") == "alpaca"
-            if not is_text and (is_alpaca or self._objective != "sft"):
-                why = "the chat template writes its rows there: write them as messages into a file"
-                self._say(key, hub, BY_HAND, why)
-            split = entry.get("split", "train") + (f"[:{limit}]" if limit else "")
-            return {"path": hub, "name": entry.get("subset"), "split": split}
-        source = folder / entry["file_name"]
-        if not source.is_file():
-            self._say(key, str(source), BY_HAND, "it is not here; convert where it is")
-            return {"path": str(source)}
-        most = min((int(n) for n in (limit, entry.get("num_samples")) if n), default=None)
-        form = "messages" if self._objective == "sft" else "preference"
-        style = "as it is" if is_text else self.program
-        target = self._rewrite(source, name, style, entry, form, most)
-        self.settings.setdefault("data.format", form)
-        told = f"its rows are in {target.name}, as {'they are' if is_text else 'messages'}"
-        self._say(key, str(source), CHANGED, told)
-        return {"path": str(target)}
-
 
 @cache
+def _tables() -> dict[str, Any]:
+    return read_object(Path(__file__).with_name("alias_trainers.json"))
+
+
 def _table(program: str) -> dict[str, Any]:
-    return read_object(Path(__file__).with_name(f"alias_{PROGRAMS[program]}.json"))
+    table: dict[str, Any] = _tables()[program]
+    return table
 
 
 @cache
-def rules(program: str) -> list[tuple[str, list[Any]]]:
+def _rules(program: str) -> list[tuple[str, list[Any]]]:
     """The rules of a program's table: an expression of names, and its cases."""
-    return list(_rules(_table(program)))
+    table, found = _table(program), list[tuple[str, list[Any]]]()
+    for names, cases in (*table["keys"].items(), *_tables()["shared"].items()):
+        named = [[".*", TAKEN, {cases: "$"}, ""]] if isinstance(cases, str) else cases
+        found += [(name, named) for name in names.split()]
+    for group, status in (("idle", IDLE), ("never", NEVER)):
+        for why, names in table[group].items():
+            found.append((names, [["false", TAKEN, {}, why], [".*", status, {}, why]]))
+    return found
 
 
 @cache
 def _containers(program: str) -> frozenset[str]:
     """The keys under which others are that have rules or names here."""
-    own = {names for names, _ in rules(program)}
+    own = {names for names, _ in _rules(program)}
     names = own.union(*aliases.called(_SCHEMA).values())
     outer = {name.partition(".")[0] for name in names if re.match(r"\w+\.", name)}
     return frozenset(outer - own - _SECTIONS.keys())
-
-
-def _rules(table: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-    for names, cases in table["keys"].items():
-        for name in names.split():
-            yield name, [[".*", TAKEN, {cases: "$"}, ""]] if isinstance(cases, str) else cases
-    for group, status in (("idle", IDLE), ("never", NEVER)):
-        for why, names in table[group].items():
-            yield names, [["false", TAKEN, {}, why], [".*", status, {}, why]]
 
 
 def marks(keys: Mapping[str, Any]) -> dict[str, int]:
@@ -580,13 +493,6 @@ def _entries(key: str, value: Any) -> list[dict[str, Any]]:
     plain = {"type": "pretrain"} if key == "pretraining_dataset" else {}
     entries = value if isinstance(value, list) else [value]
     return [{**plain, **(e if isinstance(e, dict) else {"path": e})} for e in entries]
-
-
-def _style(entry: Mapping[str, Any]) -> str:
-    """How the rows of one of axolotl's sets are read; "" for a way that is not known here."""
-    kind = str(entry.get("type"))
-    styles = _table("axolotl")["styles"].items()
-    return next((style for types, style in styles if re.fullmatch(types, kind)), "")
 
 
 def _listed(value: Any) -> list[Any]:

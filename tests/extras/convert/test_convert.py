@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,10 @@ import yaml
 
 from hetero_framework.cli import main
 from hetero_framework.config import Config, load_config
-from hetero_framework.config.aliases import refusal_of, setting_called
-from hetero_framework.data.sources import find_sources
-from hetero_framework.data.train_data import load_data
-from hetero_framework.errors import UserError
-from hetero_framework.extras.convert import convert as convert_module
-from hetero_framework.extras.convert.convert import STATUSES, Rewrite
+from hetero_framework.extras.convert.convert import STATUSES
 from hetero_framework.extras.convert.recipes import read_recipe
-from hetero_framework.extras.convert.rows import as_messages, new_row
 from hetero_framework.extras.preferences.pair_losses import PAIR_LOSSES, register_pair_loss
 from tests.extras.preferences.test_preference_runs import trl_classes
-from tests.unit.data_helpers import CHATML_MARKED, tiny_tokenizer
 
 FOREIGN = Path(__file__).with_name("foreign")
 # What has to be done by hand before such a run can begin: data and templates to be written anew.
@@ -37,21 +29,20 @@ BY_HAND = {
     "axolotl_chat.yml": [],
     "axolotl_full.yaml": [],
     "axolotl_text.yml": [],
-    "llama_factory_lora.yaml": [],
-    "llama_factory_qlora.yaml": [],
-    "llama_factory_full.yaml": [],
-    "llama_factory_pretrain.yaml": [],
-    "trl_full.sh": [],
+    "llama_factory_lora.yaml": ["dataset"],
+    "llama_factory_qlora.yaml": ["dataset"],
+    "llama_factory_full.yaml": ["dataset"],
+    "llama_factory_pretrain.yaml": ["dataset"],
+    "trl_full.txt": [],
     "trl_lora.txt": [],
     "trl_classes.json": [],
     "axolotl_dpo.yml": ["datasets[0].type"],
-    "llama_factory_dpo.yaml": [],
-    "llama_factory_kto.yaml": [],
-    "trl_dpo.sh": [],
+    "llama_factory_dpo.yaml": ["dataset"],
+    "llama_factory_kto.yaml": ["dataset"],
+    "trl_dpo.txt": [],
     "trl_kto.json": [],
     "trl_recipe.yaml": ["chat_template_path"],
 }
-FIELDS = {name: cls.model_fields for name, cls in convert_module._SECTIONS.items()}
 KEPT = ("taken", "changed", "no effect here")
 Report = dict[str, Any]
 
@@ -77,14 +68,8 @@ def rows(report: Report) -> dict[str, Report]:
     return {row["key"]: row for row in report["keys"]}
 
 
-def rendered(config: Config, tokenizer: Any, part: str = "") -> list[str]:
-    examples: Any = load_data(config, tokenizer).examples
-    examples = getattr(examples, part) if part else examples
-    return [tokenizer.decode(ids) for ids, _ in examples]
-
-
 def test_the_inputs_are_all_named() -> None:
-    assert {file.name for file in FOREIGN.iterdir()} == {*BY_HAND, "data"}
+    assert {file.name for file in FOREIGN.iterdir()} == {*BY_HAND}
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -159,6 +144,13 @@ def test_interleaved_sets_have_weights(convert) -> None:
     assert (config.data.mixing, sources(config)) == ("concatenate", [])
 
 
+def test_sets_of_llama_factory_are_named_with_their_limit(convert) -> None:
+    report, config = convert("llama_factory_lora.yaml")
+    limited = [{"path": name, "max_samples": 2} for name in ("identity", "chats")]
+    assert sources(config) == limited
+    assert "dataset_info.json" in rows(report)["dataset"]["why"]
+
+
 def test_streams_need_a_number_of_steps(convert) -> None:
     text = "model_name_or_path: m\ndataset_name: d\nstreaming: true\npacking: true\n"
     report, config = convert("t.yaml", f"{text}max_steps: 20\nlearning_rate: 1e-4\n")
@@ -170,46 +162,6 @@ def test_streams_need_a_number_of_steps(convert) -> None:
     assert not config.data.streaming
 
 
-def test_the_rows_of_llama_factory_become_messages(convert) -> None:
-    _, config = convert("llama_factory_lora.yaml")
-    assert rendered(config, tiny_tokenizer(CHATML_MARKED)) == [
-        "<|im_start|>user\nWhat are you?<|im_end|>\n<|im_start|>assistant\nA fox.<|im_end|>\n",
-        "<|im_start|>user\nAdd the numbers.\n2 and 2<|im_end|>\n"
-        "<|im_start|>assistant\n4<|im_end|>\n",
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
-        "<|im_start|>assistant\nA fox.<|im_end|>\n",
-    ]
-    _, config = convert("llama_factory_dpo.yaml")
-    answers = ("4", "5", "Hi.", "No.")
-    texts = rendered(config, tiny_tokenizer(CHATML_MARKED), "rows")
-    assert [text.endswith(f"{end}<|im_end|>\n") for text, end in zip(texts, answers, strict=True)]
-    assert "Add the numbers.\n2 and 2" in texts[1]
-    _, config = convert("llama_factory_kto.yaml")
-    examples = load_data(config, tiny_tokenizer(CHATML_MARKED)).examples
-    assert examples.rows.targets.tolist() == [[1.0], [0.0]]
-
-
-def test_history_comes_before_the_turn() -> None:
-    entry = {"columns": {"prompt": "q", "response": "a", "history": "before", "system": "rule"}}
-    row = {"q": "3?", "a": "4", "before": [["1?", "2"]], "rule": "Count."}
-    said = as_messages(row, entry)
-    assert [turn["content"] for turn in said["messages"]] == ["1?", "2", "3?", "4"]
-    assert said["system"] == "Count."
-    with pytest.raises(UserError, match="is not as its description"):
-        new_row({"text": "x"}, Rewrite(Path("x"), Path("y"), "LLaMA-Factory", {}, "messages"))
-
-
-def test_the_rows_of_axolotls_alpaca_are_rendered(convert, tmp_path) -> None:
-    text = (
-        "base_model: m\nmicro_batch_size: 1\ndatasets: [{path: data/identity.json, type: alpaca}]"
-    )
-    _, config = convert("a.yml", text)
-    (source,) = find_sources(config.data.train, config.base_dir)
-    assert source.path == tmp_path / "there" / "data" / "identity.json"
-    *_, text, _ = rendered(config, tiny_tokenizer())
-    assert text.endswith("### Input:\n2 and 2\n\n### Response:4</s>")
-
-
 def defaults_of(cls: type) -> dict[str, Any]:
     return {
         f.name: f.default_factory() if callable(f.default_factory) else f.default
@@ -218,7 +170,7 @@ def defaults_of(cls: type) -> dict[str, Any]:
 
 
 def test_defaults_are_those_of_the_installed_trl(convert) -> None:
-    report, config = convert("a.sh", "trl sft --model_name_or_path m --dataset_name d --use_peft")
+    report, config = convert("a.txt", "trl sft --model_name_or_path m --dataset_name d --use_peft")
     ours = config.to_dict()
     theirs = defaults_of(trl.SFTConfig) | {"bf16": True, "pad_to_multiple_of": None}
     ours["training"] |= {"eval_strategy": config.training.evaluation, "log_level": "passive"}
@@ -288,7 +240,7 @@ def test_machines_come_from_options(convert) -> None:
     assert config.quantization(1) is not None or config.workers[0].quantization == "none"
     assert not config.is_planned
     machines = ("--worker", "10.0.0.5", "--coordinator", "10.0.0.4")
-    _, config = convert("trl_full.sh", None, *machines)  # what it says of keys is not in the JSON
+    _, config = convert("trl_full.txt", None, *machines)  # what it says of keys is not in the JSON
     assert config.coordinator.ip == "10.0.0.4"
 
 
@@ -313,15 +265,20 @@ def test_the_report_is_readable(convert, capsys, tmp_path) -> None:
         ("a.yml", "base_model: m\nrl: dpo\ndpo_norm_loss: true\n", "sigmoid_norm"),
         ("a.yaml", "stage: dpo\ntemplate: x\npref_loss: kto_pair\n", "orpo and simpo are"),
         ("a.yaml", "stage: dpo\ntemplate: x\npref_bco_weight: 0.5\n", "running mean"),
-        ("a.sh", "trl dpo --model_name_or_path m --loss_type aot\n", "sorts the pairs"),
-        ("a.sh", "trl dpo --model_name_or_path m --loss_type sigmoid aot\n", "sorts the pairs"),
-        ("a.sh", "trl dpo --model_name_or_path m --sync_ref_model true\n", "the reference stays"),
+        ("a.txt", "trl dpo --model_name_or_path m --loss_type aot\n", "sorts the pairs"),
+        ("a.txt", "trl dpo --model_name_or_path m --loss_type sigmoid aot\n", "sorts the pairs"),
+        ("a.txt", "trl dpo --model_name_or_path m --sync_ref_model true\n", "the reference stays"),
         ("a.yml", "base_model: m\nadapter: llama-adapter\n", "only LoRA"),
         ("a.yaml", "stage: ppo\ntemplate: x\n", "TRL trains it"),
         ("a.yaml", "stage: sft\nfinetuning_type: freeze\n", "LoRA or all weights"),
-        ("a.sh", "trl grpo --model_name_or_path m\n", 'trl: "grpo" of TRL is not done here'),
-        ("a.sh", "trl sft --eos_token 'x\n", "no closing quotation"),
-        ("a.sh", "echo hello\n", "must hold one object"),
+        ("a.txt", "trl grpo --model_name_or_path m\n", 'trl: "grpo" of TRL is not done here'),
+        ("a.txt", "trl sft --eos_token 'x\n", "has no end"),
+        ("a.txt", "echo hello\n", "nor one command line of TRL"),
+        ("a.txt", "M=m\ntrl sft --model_name_or_path $M\n", "nor one command line of TRL"),
+        ("a.txt", "trl sft --model_name_or_path m > log.txt\n", "nor one command line of TRL"),
+        ("a.txt", "trl sft $1\n", "nor one command line of TRL"),
+        ("a.txt", "trl sft now --seed 1\n", "now stands where an option"),
+        ("a.py", "from trl import SFTConfig\n", "a program in Python"),
         ("a.yml", "base_model: [\n", "a.yml, line 2, column 1: not valid YAML"),
         (
             "a.yml",
@@ -330,7 +287,7 @@ def test_the_report_is_readable(convert, capsys, tmp_path) -> None:
         ),
         ("a.json", '{"SFTConfig": {"seed": 1}, "args": {"seed": 2}}', "seed is given twice"),
         ("a.yml", "base_model: m\nspecial_tokens: x\n", "a value of another kind than axolotl"),
-        ("a.sh", "trl sft --seed 1 --config no.yaml\n", "cannot read"),
+        ("a.txt", "trl sft --seed 1 --config no.yaml\n", "cannot read"),
         ("a.yml", "- 1\n", "must hold one object"),
         ("a.yml", "name: x\n", "is not of axolotl, LLaMA-Factory or TRL"),
         ("a.json", '{"coordinator": {}, "shard_plan": []}', "is not of axolotl"),
@@ -350,117 +307,9 @@ def test_what_cannot_be_converted_is_refused(
 
 def test_an_existing_file_stays(tmp_path, capsys) -> None:
     (tmp_path / "c.json").write_text("{}")
-    assert main(["convert", str(FOREIGN / "trl_full.sh"), "-o", str(tmp_path / "c.json")]) == 2
+    assert main(["convert", str(FOREIGN / "trl_full.txt"), "-o", str(tmp_path / "c.json")]) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert (tmp_path / "c.json").read_text() == "{}"
-
-
-PUBLISHED: dict[str, dict[str, list[str]]] = {
-    "TRL": {},  # those of the installed version
-    **json.loads(Path(__file__).with_name("published_keys.json").read_text()),
-}
-CONTAINERS = {"datasets", "test_datasets", "pretraining_dataset", "special_tokens", "trl"}
-
-
-def published(program: str) -> list[str]:
-    """The keys of a program's own schema, as its tables have them."""
-    made: list[str] = []
-    for place, lines in next(v for k, v in PUBLISHED.items() if k.startswith(program)).items():
-        inside = f"{place}." if place in CONTAINERS else ""
-        made += [inside + name for line in lines for name in line.split()]
-    classes: list[Any] = []
-    if program == "LLaMA-Factory":
-        classes = [transformers.Seq2SeqTrainingArguments]
-    if program == "TRL":
-        classes = [trl.SFTConfig, trl.RewardConfig, trl.ModelConfig, trl.ScriptArguments]
-        classes += [trl_classes(objective)[1] for objective in ("dpo", "orpo", "cpo", "kto")]
-    made += [field.name for cls in classes for field in dataclasses.fields(cls)]
-    return sorted(set(made) - CONTAINERS)
-
-
-@pytest.mark.parametrize("program", ["axolotl", "LLaMA-Factory", "TRL"])
-def test_every_published_key_is_in_exactly_one_group(program: str) -> None:
-    """In the table: taken (or said by its value), without effect, impossible. Fields of
-    transformers and PEFT that it does not have are settings here or refused by name."""
-    for name in published(program):
-        rules = [names for names, _ in convert_module.rules(program) if re.fullmatch(names, name)]
-        if not rules:
-            here = [s for s in ("adapter", "data", "training") if name in FIELDS[s]]
-            rules += here if program != "axolotl" else []
-            rules += [setting_called(convert_module._SCHEMA, "training", name) or ""] * (not rules)
-            rules = [rule for rule in rules if rule]
-            rules += [refusal_of(convert_module._SCHEMA, "training", name)] * (not rules)
-        assert len(rules) == 1, (name, rules)
-        assert rules[0], name
-
-
-def written(config: Config) -> list[list[dict[str, Any]]]:
-    """The rows of each file of the training data."""
-    names = [config.data.train] if isinstance(config.data.train, str) else config.data.train
-    files = [config.base_dir / name for name in names]
-    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-
-
-def test_sets_of_several_types_are_written_in_one_format(convert) -> None:
-    for name, row in (
-        ("al.jsonl", {"instruction": "Add", "input": "1 and 2", "output": "3"}),
-        ("chat.jsonl", {"talk": [{"who": "bot", "says": "Hi", "learn": False}], "x": 1}),
-        ("texts.jsonl", {"body": "Once."}),
-    ):
-        Path(name).write_text(json.dumps(row) + "\n")
-    alpaca, plain = (
-        "{path: al.jsonl, type: alpaca}",
-        "{path: texts.jsonl, type: completion, field: body}",
-    )
-    chat = (
-        "{path: chat.jsonl, type: chat_template, field_messages: talk,"
-        " message_field_training: learn, message_property_mappings: {role: who, content: says},"
-        " roles: {assistant: [bot]}}"
-    )
-    report, config = convert("a.yml", f"{AXOLOTL}datasets: [{alpaca}, {chat}, {plain}]\n")
-    assert config.data.format == "messages"
-    asked, said = ({"role": role} for role in ("user", "assistant"))
-    assert written(config) == [
-        [{"messages": [asked | {"content": "Add\n1 and 2"}, said | {"content": "3"}]}],
-        [{"messages": [said | {"content": "Hi", "weight": 0}]}],
-        [{"messages": [said | {"content": "Once."}]}],
-    ]
-    assert "to do by hand" not in {row["status"] for row in report["keys"]}
-    assert len(rendered(config, tiny_tokenizer(CHATML_MARKED))) == 2  # one has nothing to learn
-    assert "the chat template writes" in rows(report)["datasets[2].type"]["why"]
-    _, config = convert("a.yml", f"{AXOLOTL}datasets: [{alpaca}, {plain}]\n")
-    assert config.data.format == "prompt_completion"
-    (first,), (second,) = written(config)
-    assert first["prompt"].endswith("### Input:\n1 and 2\n\n### Response:\n")
-    assert (first["completion"], second) == ("3", {"prompt": "", "completion": "Once."})
-    _, config = convert("a.yml", f"{AXOLOTL}datasets: [{alpaca}]\ntest_datasets: [{plain}]\n")
-    assert (config.data.format, config.data.eval) == ("prompt_completion", "c.test_0.texts.jsonl")
-    report, config = convert(
-        "a.yml", f"{AXOLOTL}datasets: [{alpaca}, {{path: o/hub, type: pretrain}}]\n"
-    )
-    found = rows(report)["datasets[1]"]
-    assert (found["status"], found["value"]) == ("to do by hand", "o/hub")
-
-
-def test_answers_under_other_names_are_written_as_pairs(convert) -> None:
-    row = {
-        "talk": [{"role": "user", "content": "?"}],
-        "good": "Y",
-        "bad": {"role": "x", "content": "N"},
-    }
-    Path("p.jsonl").write_text(json.dumps(row) + "\n")
-    rated = "rl: dpo\ndatasets: [{path: p.jsonl, "
-    names = "field_messages: talk, field_chosen: good, field_rejected: bad, roles: {assistant: [x]}"
-    report, config = convert("a.yml", f"{AXOLOTL}{rated}type: chat_template.default, {names}}}]\n")
-    assert config.data.format == "preference"
-    yes, no = ([{"role": "assistant", "content": text}] for text in "YN")
-    assert written(config) == [[{"prompt": row["talk"], "chosen": yes, "rejected": no}]]
-    assert "to do by hand" not in {row["status"] for row in report["keys"]}
-    own = "{path: p.jsonl, type: {field_prompt: q, field_chosen: good, field_rejected: bad}}"
-    report, _ = convert("a.yml", f"{AXOLOTL}rl: dpo\ndatasets: [{own}]\n")
-    assert rows(report)["datasets[0].type"]["status"] == "to do by hand"
-    report, _ = convert("a.yml", f"{AXOLOTL}rl: dpo\ndatasets: [{{path: o/hub, {names}}}]\n")
-    assert rows(report)["datasets[0].field_chosen"]["status"] == "to do by hand"
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
@@ -486,7 +335,7 @@ def test_command_lines_mean_what_trls_own_parser_says(
     line = f"{options} --output_dir out"
     (theirs,) = parser.parse_args_into_dataclasses([*line.split(), "--use_cpu"])
     command = f"trl {method} --model_name_or_path m --dataset_name d {line}"
-    _, config = convert("a.sh", command + "\n")
+    _, config = convert("a.txt", command + "\n")
     ours = {**config.data.model_dump(), **config.training.model_dump()}
     differs = {
         *("report_to", "run_name", "logging_dir", "hub_strategy", "log_level", "loss_type"),

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from itertools import groupby, islice
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from hetero_framework.extras.convert.recipes import read_recipe
 
 EXAMPLES = """
     hetero convert qlora.yml
-    hetero convert sft.sh --worker 192.168.1.20 --worker 192.168.1.30:9999:mps --output cluster.json
+    hetero convert sft.txt --worker 192.168.1.20 --worker 192.168.1.30:9999:mps
     hetero convert llama3_lora_sft.yaml --world-size 4
     hetero convert sft_config.json --model Qwen/Qwen2.5-0.5B --data train.jsonl
     """
@@ -40,7 +40,7 @@ _HOST = "HOST[:PORT[:DEVICE]]"
 _OUTPUT = f"default: {DEFAULT_CONFIG}"
 _WORLD_SIZE = "processes of the other run: a step had the samples of all"
 OPTIONS = (
-    value("file", "FILE", "a YAML or JSON file, or a script with a command line"),
+    value("file", "FILE", "a YAML or JSON file, or a text with a command line of TRL"),
     *writes(_OUTPUT, "-o", "--output", default=DEFAULT_CONFIG),
     value("--model", "NAME", "model, where FILE names none"),
     value("--data", "FILE", "training data, where FILE names none"),
@@ -54,10 +54,7 @@ OPTIONS = (
 def run(arguments: argparse.Namespace) -> int:
     file, output = Path(arguments.file), Path(arguments.output)
     made = _converted(file, arguments)
-    for target in (output, *(one.target for one in made.rewrites)):
-        inputs = [file, *(one.source for one in made.rewrites)]
-        refuse_output(target, overwrite=arguments.overwrite, inputs=inputs)
-    _write_rows(made)
+    refuse_output(output, overwrite=arguments.overwrite, inputs=[file])
     raw = _whole_file(made, arguments)
     config = Config.from_dict(raw, output.absolute().parent, name=f"what {file} becomes")
     write_file(output, json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
@@ -76,15 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _converted(file: Path, arguments: argparse.Namespace) -> Conversion:
-    recipe, size = read_recipe(file), arguments.world_size
-    # What the launcher does not tell is told.
-    rows = [row for row in recipe.rows if not size or row.key != "launcher"]
+    recipe = read_recipe(file)
     named = {"model.name_or_path": arguments.model, "data.train": arguments.data}
     given = {name: value for name, value in named.items() if value}
-    place = (file.absolute().parent, Path(arguments.output).absolute())
     try:
-        size = size or recipe.processes or 1
-        return Conversion(recipe.program, recipe.keys, *place, size, given, rows)
+        return Conversion(recipe.program, recipe.keys, arguments.world_size or 0, given)
     except (AttributeError, TypeError, ValueError) as error:
         problem = f"{file} has a value of another kind than {recipe.program} takes: {error}"
         raise UserError(problem, hint="--debug shows where") from error
@@ -92,23 +85,13 @@ def _converted(file: Path, arguments: argparse.Namespace) -> Conversion:
 
 def _whole_file(made: Conversion, arguments: argparse.Namespace) -> dict[str, Any]:
     """The converted sections with the machines of the options; the plan is left to the run."""
-    sections = made.sections(lambda text: str(beside(text, made.output)))
+    sections = made.sections(lambda text: str(beside(text, Path(arguments.output).absolute())))
     name, adapter = sections["model"]["name_or_path"], "lora"
     if sections["model"].get("quantization"):
         adapter = "qlora"
     answers = Answers(name, arguments.workers, arguments.coordinator, adapter=adapter)
     hostname, own = addresses.local_hostnames()[0], addresses.primary_address()
     return {**propose(answers, None, hostname=hostname, own_address=own), **sections}
-
-
-def _write_rows(made: Conversion) -> None:
-    from hetero_framework.data.sources import open_source, read_file
-    from hetero_framework.extras.convert.rows import new_row
-
-    for file in made.rewrites:
-        rows = islice(read_file(open_source(str(file.source), file.source)), file.limit)
-        lines = (json.dumps(new_row(row.fields, file), ensure_ascii=False) for row in rows)
-        write_file(file.target, "".join(f"{line}\n" for line in lines).encode())
 
 
 def _notes(config: Config, world_size: int) -> Iterator[str]:
