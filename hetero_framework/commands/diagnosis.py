@@ -8,9 +8,8 @@ lets them go again; a worker that serves a run is left alone.
 
 from __future__ import annotations
 
-import os
-import re
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,14 +27,14 @@ from hetero_framework.cluster import link_probe, worker_info
 from hetero_framework.cluster.roles import Role, machine_of
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.commands.options import role_here
+from hetero_framework.commands.preflight import refusals
 from hetero_framework.config import Config, Machine, WorkerConfig, process_name
-from hetero_framework.core import addresses, failpoints, timeouts
+from hetero_framework.core import addresses, timeouts
 from hetero_framework.core import messages as m
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.dial import DROPS_LARGE, MTU_ADVICE, connect
 from hetero_framework.core.messages import Message
 from hetero_framework.core.threads import in_background
-from hetero_framework.data.sources import find_sources
 from hetero_framework.engine.hosts import LinkLost
 from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, UserError, attempt
 from hetero_framework.models.cut.attention import check_attention
@@ -43,7 +42,6 @@ from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, devices_known
 from hetero_framework.models.sizing.memory import StageMemory, estimate_memory, recomputing
-from hetero_framework.repository import resolve_model_path
 from hetero_framework.security.access import Access, KeyOptions, access_of
 from hetero_framework.tables import lines, one_line
 from hetero_framework.units import bit_rate, seconds, size
@@ -58,7 +56,6 @@ _SLOW_BITS_PER_S = 100e6
 _SLOW_ROUND_TRIP_S = 0.05
 CLOCK_S = 10.0
 """Seconds that a clock may be off."""
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -360,21 +357,21 @@ def link(view: MachineView) -> Problems:
             )
 
 
+def configuration(view: MachineView) -> Problems:
+    """What `hetero train` would refuse before it starts a process."""
+    is_coordinator = view.is_coordinator
+    for refusal in refusals(view.config, data=is_coordinator, writes=is_coordinator):
+        yield from _told(refusal)
+
+
 def model(view: MachineView) -> Problems:
+    """A model that cannot be loaded, or whose files do not say how many layers it has."""
     loaded = view.model
     if isinstance(loaded, PretrainedConfig):
         known = loaded
         covers = attempt(lambda: view.config.plan.covers(introspect(known).num_layers))
         yield from _told(covers, "correct shard_plan")
     yield from _told(loaded, "correct model.name_or_path")
-
-
-def data(view: MachineView) -> Problems:
-    if not view.is_coordinator or view.config.data is None:
-        return
-    for spec in view.config.data.origins:
-        found = attempt(partial(find_sources, spec, view.config.base_dir))
-        yield from _told(found, "correct data.train or data.eval")
 
 
 def memory(view: MachineView) -> Problems:
@@ -425,61 +422,24 @@ def attention(view: MachineView) -> Problems:
 
 
 def disk(view: MachineView) -> Problems:
-    """Two checkpoints on the coordinator; the weights where a hub model is not there yet."""
+    """Two checkpoints on the coordinator."""
     state = sum(stage.gradients + stage.states for stage in view.memory)
     if view.is_coordinator and view.config.training.save_strategy != "no":
-        free = worker_info.free_bytes(view.config.checkpoints)
+        free = _free_bytes(view.config.checkpoints)
         if free is not None and free < 2 * state:
             yield (
                 f"two checkpoints need {size(2 * state)}, {size(free)} are free in"
                 f" {view.config.checkpoints}",
                 "free some, or set checkpoint_dir to another disk",
             )
-    if _commit(view) is not None or not _is_on_hub(view.config):
-        return
-    for id, _ in view.entries:
-        here = [stage for stage in view.memory if stage.stage.owner == id]
-        weights = sum(stage.offloading(0).weights for stage in here)
-        asked = view.workers.get(id) if id not in view.local_ids else None
-        room = (asked.facts or {}).get("cache_free") if asked is not None else None
-        if id in view.local_ids:
-            room = worker_info.free_bytes(worker_info.model_cache())
-        if room is not None and room < weights:
-            yield (
-                f"the weights of {process_name(id)} need {size(weights)}, {size(room)} are free"
-                " where models are kept",
-                "free some, or set HF_HOME to another disk",
-            )
 
 
-def _is_on_hub(config: Config) -> bool:
-    name = config.model.name_or_path if config.model is not None else None
-    if name is None or config.path(name).is_dir():
-        return False
-    return attempt(partial(resolve_model_path, name, config.base_dir)) == name
-
-
-def _commit(view: MachineView) -> str | None:
-    """The commit of a hub model that is on this machine."""
-    if (model := view.config.model) is None or not _is_on_hub(view.config):
-        return None
-    from transformers.utils.hub import cached_file
-
-    with suppress(OSError, ValueError):
-        name, revision = model.name_or_path, model.revision
-        file = cached_file(str(name), "config.json", revision=revision, local_files_only=True)
-        return next(filter(_COMMIT.fullmatch, Path(str(file)).parts), None)
+def _free_bytes(directory: Path) -> int | None:
+    """Free bytes on the disk of a directory, which need not exist; None where that is unknown."""
+    for path in (directory, *directory.absolute().parents):
+        with suppress(OSError):
+            return shutil.disk_usage(path).free
     return None
-
-
-def revision(view: MachineView) -> Problems:
-    """A note that a branch of the hub may change between two runs."""
-    settings = view.config.model
-    if _is_on_hub(view.config) and not _COMMIT.fullmatch(str(settings and settings.revision)):
-        commit = _commit(view)
-        pin = f'set model.revision to "{commit}"' if commit else "set model.revision to a commit"
-        view.notes.append(f"the model is read from a branch of the hub, which may change: {pin}")
-    yield from ()
 
 
 def directory(view: MachineView) -> Problems:
@@ -497,17 +457,9 @@ def directory(view: MachineView) -> Problems:
             yield f"cannot lock {folder}: {error.strerror}", "make it writable, or choose another"
 
 
-def failpoint(view: MachineView) -> Problems:
-    places = ["this machine"] if os.environ.get(failpoints.VARIABLE) else []
-    asked = view.workers.items()
-    places += [f"worker {id}" for id, a in asked if a.facts is not None and a.facts["failpoint"]]
-    for place in places:
-        yield f"{failpoints.VARIABLE} is set on {place}: faults are made there", "unset it there"
-
-
 CHECKS: tuple[Callable[[MachineView], Problems], ...] = (
-    *(version, role, names, own_address, keys, port, reach, clock, link, model, data),
-    *(memory, four_bit, attention, disk, revision, directory, failpoint),
+    *(version, role, names, own_address, keys, port, reach, clock, link, configuration, model),
+    *(memory, four_bit, attention, disk, directory),
 )
 
 
@@ -518,13 +470,12 @@ def diagnose(
     view = MachineView(config, role_here(config, worker_id, options), options)
     checks = [(check.__name__, check) for check in CHECKS]
     checks += [(name, registry.find("findings", name)) for name in registry.installed("findings")]
-    findings = [
-        {"check": name, "what": what, "fix": fix}
-        for name, check in checks
-        for what, fix in check(view)
-    ]
+    found: dict[str, dict[str, str]] = {}  # by what is wrong, of which two checks may tell
+    for name, check in checks:
+        for what, fix in check(view):
+            found.setdefault(what, {"check": name, "what": what, "fix": fix})
     here = " and ".join(map(process_name, view.local_ids)) or "nothing in this configuration"
-    return {"this_machine": here, "findings": findings, "notes": view.notes}
+    return {"this_machine": here, "findings": list(found.values()), "notes": view.notes}
 
 
 def text(result: dict[str, Any]) -> str:

@@ -1,7 +1,4 @@
-"""Checks of a configuration that need no torch, whose import takes seconds.
-
-`preflight` raises one error with all problems that files and names show.
-"""
+"""Checks of a configuration that need no torch, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from hetero_framework import control, repository
 from hetero_framework.config import Config, ModelConfig
 from hetero_framework.config.asked_extras import absent_extras, asked
 from hetero_framework.config.optimizers import optimizer_problems
+from hetero_framework.config.problems import Problem, report
 from hetero_framework.data.sources import find_sources
 from hetero_framework.data.tokenizer import tokenizer_place
 from hetero_framework.errors import ConfigError, DataError, ModelError, UserError, attempt
@@ -24,18 +22,22 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 def preflight(config: Config, *, data: bool = True, writes: bool = False) -> None:
-    """Raise the UserError of the one problem, or one that lists them all.
-    `data`: the data are needed; `writes`: the output directories are."""
+    """Raise the UserError of the one problem, or one that lists them all."""
+    errors = list(refusals(config, data=data, writes=writes))
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        problems = [Problem("", error.message, error.hint or "") for error in errors]
+        raise ConfigError(report("the configuration", problems))
+
+
+def refusals(config: Config, *, data: bool, writes: bool) -> Iterator[UserError]:
+    """Every problem that files and names show. `data`: the data are needed here; `writes`: the
+    output directories are."""
     checks: list[Callable[[Config], Iterator[UserError]]] = [_heart, _model]
     checks += [_data] * data + [_directories, _of_extras] * writes
-    problems = [error for check in checks for error in check(config)]
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        lines = [f"the configuration has {len(problems)} problems:"]
-        for error in problems:
-            lines += [f"  {error.message}", *([f"    {error.hint}"] if error.hint else [])]
-        raise ConfigError("\n".join(lines))
+    for check in checks:
+        yield from check(config)
 
 
 def declared_layers(fields: dict[str, Any]) -> int | None:

@@ -19,10 +19,12 @@ from hetero_framework.config.strict_json import join_path, json_type
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to change, at a JSON path such as `workers[0].port`."""
+    """One thing to change, at a JSON path such as `workers[0].port`; `fix` says how, where `text`
+    does not."""
 
     path: str
     text: str
+    fix: str = ""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.text}" if self.path else self.text
@@ -33,7 +35,9 @@ def report(name: str, problems: Sequence[Problem]) -> str:
     if len(problems) == 1:
         return f"{name}: {problems[0]}" if name else str(problems[0])
     lines = [f"{name} has {len(problems)} problems:"] if name else []
-    return "\n".join([*lines, *(f"  {problem}" for problem in problems)])
+    for problem in problems:
+        lines += [f"  {problem}", *([f"    {problem.fix}"] if problem.fix else [])]
+    return "\n".join(lines)
 
 
 def problems_of(details: Sequence[Any], root: type[BaseModel], raw: Any) -> list[Problem]:

@@ -24,7 +24,7 @@ from hetero_framework.cluster.roles import Role
 from hetero_framework.commands import diagnosis
 from hetero_framework.commands.diagnosis import MachineView, WorkerAnswer
 from hetero_framework.config import Config
-from hetero_framework.core import addresses, failpoints
+from hetero_framework.core import addresses
 from hetero_framework.core.devices import Device, Memory, Support
 from hetero_framework.errors import NetworkError
 from hetero_framework.security.access import KeyOptions
@@ -219,7 +219,9 @@ def test_slow_link(speed: LinkSpeed, tmp_path: Path) -> None:
 def test_model_and_data_that_are_not_here(tmp_path: Path) -> None:
     made = view(tmp_path, model={"name_or_path": "./none"}, data={"train": "none.jsonl"})
     assert "no model directory" in found(diagnosis.model, made)[0]
-    assert "data file not found: none.jsonl" in found(diagnosis.data, made)[0]
+    said = " ".join(found(diagnosis.configuration, made))
+    assert "no model directory" in said
+    assert "data file not found: none.jsonl" in said
     large = {"from_config": {**TINY, "num_hidden_layers": 9}, "tokenizer": "t"}
     assert "the model has 9" in found(diagnosis.model, view(tmp_path, model=large))[0]
 
@@ -286,44 +288,11 @@ def test_disk_without_room_for_two_checkpoints(tmp_path: Path) -> None:
     assert "64.0 KiB are free" in line
 
 
-def test_room_for_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = asked(view(tmp_path, training={"save_strategy": "no"}), facts={"cache_free": 1})
-    made.memory  # noqa: B018 - of the model that is here
-    made.config = made.config.with_changes(model={"name_or_path": "a/b", "from_config": None})
-    (line,) = found(diagnosis.disk, made)
-    assert "the weights of worker 1 need" in line
-    assert found(diagnosis.revision, made) == []
-    assert "read from a branch of the hub" in made.notes[0]
-    made.config = made.config.with_changes(model={"name_or_path": "./nowhere"})
-    made.notes.clear()
-    assert found(diagnosis.revision, made) == made.notes == []
-
-
-def test_commit_of_a_hub_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit = "0123456789" * 4
-    file = tmp_path / "snapshots" / commit / "config.json"
-    monkeypatch.setattr("transformers.utils.hub.cached_file", lambda *_, **__: str(file))
-    made = view(tmp_path, model={"name_or_path": "a/b"})
-    assert found(diagnosis.revision, made) == []
-    assert f'set model.revision to "{commit}"' in made.notes[0]
-    made = view(tmp_path, model={"name_or_path": "a/b", "revision": commit})
-    assert found(diagnosis.revision, made) == [] == made.notes
-
-
 def test_two_runs_in_one_directory(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with FileLock(tmp_path / "run" / ".lock"):
         assert "a run is writing into" in found(diagnosis.directory, view(tmp_path))[0]
     assert found(diagnosis.directory, view(tmp_path)) == []
-
-
-def test_failpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(failpoints.VARIABLE, "step")
-    lines = found(diagnosis.failpoint, asked(view(tmp_path), facts=worker_info.facts()))
-    assert [line.partition(":")[0] for line in lines] == [
-        "HETERO_FAILPOINT is set on this machine",
-        "HETERO_FAILPOINT is set on worker 1",
-    ]
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -342,7 +311,7 @@ def test_command_says_two_lines_for_each_and_ends_with_2(
     assert shown[2].startswith("    do: looked at ")
     assert cli.main(["doctor", "--config", str(file), "--json"]) == 2
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
-    assert finding["check"] == "data"
+    assert finding["check"] == "configuration"
     file.write_text(json.dumps({**made.config.to_dict(), "data": None}))
     assert cli.main(["doctor", "--config", str(file)]) == 0
     assert "nothing is wrong" in capsys.readouterr().out
