@@ -125,8 +125,22 @@ class ModelOpt(Fp8):
         self.types = {"values": ("F8_E4M3",), "scales": FLOATS, "global": FLOATS}
         if self.algorithm == "nvfp4":
             self.types |= {"values": ("U8",), "scales": ("F8_E4M3",)}
+        self._check_groups()
         left = self.settings["modules_to_not_convert"] or []
         self.settings["modules_to_not_convert"] = [fnmatch.translate(str(p)) for p in left]
+
+    def _check_groups(self) -> None:
+        """Raise ModelError for `config_groups` that say another form than `quant_algo`."""
+        bits, size = (4, 16) if self.algorithm == "nvfp4" else (8, None)
+        wanted = {"num_bits": (bits,), "type": ("float",), "group_size": (size,)}
+        try:
+            groups = (self.settings.get("config_groups") or {}).values()
+            for how in [group["weights"] for group in groups]:
+                for name, values in wanted.items():
+                    if how.get(name) is not None and how[name] not in values:
+                        raise self.refused(f"config_groups with {name}", str(values[0]), how[name])
+        except (AttributeError, KeyError, TypeError) as error:
+            raise self.refused("config_groups", "groups with weights") from error
 
     def blocks(self, stored: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """See Fp8."""

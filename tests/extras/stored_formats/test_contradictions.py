@@ -141,6 +141,10 @@ CASES: list[tuple[str, str, Any]] = [
     (OPT, f"{W}_scale", lambda t: torch.ones(192)),
     (OPT, "quant_algo", {"quant_algo": "NVFP4"}),
     (OPT, "quant_algo", {"quant_algo": None}),
+    (OPT, "num_bits", {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}),
+    (OPT, "type", {"config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int"}}}}),
+    (OPT, "config_groups", {"config_groups": {"group_0": {}}}),
+    (NV, "group_size", {"config_groups": {"group_0": {"weights": {"group_size": 32}}}}),
     (OPT, "leaves its module out", {"exclude_modules": ["model.layers.1*"]}),
     (NV, f"{W}_scale", lambda t: t.float()),
     (NV, f"{W}_scale", half(1)),
@@ -198,6 +202,8 @@ def test_a_contradiction_is_refused_by_name(
 
 
 SAME: list[tuple[str, dict[str, Any]]] = [
+    (NV, {"config_groups": {"g": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}}}),
+    (OPT, {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}}}}),
     (GPTQ, {"sym": False, "format": "gptq", "method": "gptq", "pack_dtype": "int32"}),
     (GPTQ, {"q_group_size": 32, "w_bit": 4, "damp_percent": 0.1, "meta": {"quantizer": "x"}}),
     (GPTQ, {"bits": 8, "dynamic": {"+:.*_proj": {"bits": 4}, "-:.*": {}}}),
