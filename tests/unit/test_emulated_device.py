@@ -230,10 +230,10 @@ def test_the_tests_of_several_processes_are_there() -> None:
 
 
 @pytest.mark.emulated
-def test_what_is_lost_resumed_measured_or_summed_is_right(library: Path) -> None:
+@pytest.mark.parametrize("name", INTEGRATION)
+def test_what_is_lost_resumed_measured_or_summed_is_right(name: str, library: Path) -> None:
     suite = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "not faults")
-    tests = [f"tests/{name}" for name in INTEGRATION]
-    run(library, *suite, *tests, HETERO_TEST_DEVICE="cuda:1")
+    run(library, *suite, f"tests/{name}", HETERO_TEST_DEVICE="cuda:1")
 
 
 @pytest.mark.emulated
