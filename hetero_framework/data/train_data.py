@@ -228,27 +228,7 @@ def load_data(
         raise DataError(text, hint="leave it out")
     reader = Reader(data, config.base_dir, tokenizer, vocab_size, report, most, config.training)
     reader.know_labels(stated)
-    train: Rows
-    order: SampleOrder
-    mixture: Any = None
-    eval_sets: dict[str, ExampleSet] = {}
-    found: Rows | Corpus | None = None
-    if data.streaming:
-        stream = registry.needed("streams", "rows", "data.streaming")
-        train, order, mixture = stream(config, tokenizer, vocab_size, report)
-    elif data.sources or data.val_set_size is not None:
-        mixture = reader.mixed()
-        found = reader.as_rows("train", mixture.train)
-        if mixture.held_out is not None:
-            eval_sets[""] = reader.as_rows("eval", mixture.held_out)
-    else:
-        found = reader.read("train", data.paths, data.train_split)
-    if isinstance(found, Corpus):
-        train, order = found.train(config.training)
-        reader.look_at(train)
-    elif found is not None:
-        train, order = found, SampleOrder(len(found), config.training, found.lengths)
-        report += reader.kind.remarks(found, config.training)
+    train, order, mixture, eval_sets = _training_rows(config, reader)
     for name, spec in data.eval_sets.items():
         held_out = reader.read(f"eval.{name}" if name else "eval", spec, data.eval_split)
         if isinstance(held_out, Corpus):
@@ -268,6 +248,33 @@ def load_data(
     said = [*report, sentence + ", on the left" * pads_left]
     told = reader.labels, pads_left, mixture if reader.tells_sources else None
     return TrainData(train, eval_sets, order, data, pad_token_id, said, *told)
+
+
+def _training_rows(
+    config: Config, reader: Reader
+) -> tuple[Rows, SampleOrder, Any, dict[str, ExampleSet]]:
+    """The training rows in their order, the mixture that they are of, if any, and the rows that are
+    held out of them."""
+    data, training = reader.data, config.training
+    if data.streaming:
+        stream = registry.needed("streams", "rows", "data.streaming")
+        return *stream(config, reader.tokenizer, reader.vocab_size, reader.report), {}
+    mixture: Any = None
+    held_out: dict[str, ExampleSet] = {}
+    found: Rows | Corpus
+    if data.sources or data.val_set_size is not None:
+        mixture = reader.mixed()
+        found = reader.as_rows("train", mixture.train)
+        if mixture.held_out is not None:
+            held_out[""] = reader.as_rows("eval", mixture.held_out)
+    else:
+        found = reader.read("train", data.paths, data.train_split)
+    if isinstance(found, Corpus):
+        train, order = found.train(training)
+        reader.look_at(train)
+        return train, order, mixture, held_out
+    reader.report += reader.kind.remarks(found, training)
+    return found, SampleOrder(len(found), training, found.lengths), mixture, held_out
 
 
 def unused(name: str, fields: dict[str, Any]) -> Iterator[str]:
