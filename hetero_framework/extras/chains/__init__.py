@@ -1,1 +1,1 @@
-"""Chains: models that are an `nn.Sequential`, trained on tensors of a data set of the user's."""
+"""Chains: models that are an `nn.Sequential`, trained on the tensors of a user's data set."""

@@ -1,7 +1,7 @@
 """Chains: a user's nn.Sequential as a model that is cut at its children.
 
-A child takes what the one before returns: a tensor, or a bundle of tensors by name. The forms of
-all bundles follow from one run on tensors without data, of the form of the first example.
+A child takes what the child before it returns: a tensor, or a bundle of tensors by name. One run on
+tensors without data, shaped like the first example, gives the forms of all bundles.
 
 Shapes: B examples of a micro-batch, first in every tensor.
 """
@@ -27,19 +27,19 @@ from hetero_framework.models.cut.side import shown_form
 from hetero_framework.models.library import LIBRARY_ERRORS
 
 INPUT, TARGET = "input", "target"
-"""Tensors of a micro-batch have these names, or begin with them and a point: "target.boxes"."""
+"""Names of a micro-batch's tensors, or the parts before a point in them: "target.boxes"."""
 Value = Tensor | dict[str, Tensor]
 """The input and the output of a child."""
 BundleForms = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Of each tensor of a bundle, by name: shape without B, and type. The name of a tensor that is no
-member of a bundle is empty."""
+"""Shape without B and type of each tensor of a bundle, by name. A tensor that is no member of a
+bundle has the empty name."""
 _PROBE_ROWS = 3
 _known: dict[str, tuple[BundleForms, ...]] = {}
 
 
 class ChainConfig(PretrainedConfig):
-    """The configuration of a chain: `chain` is its name in a file of --import, `forms` are those of
-    a micro-batch's tensors, by name: [shape without B, type], and `modules` is `modules_of`."""
+    """The configuration of a chain. `chain` is its name in a file of --import. `forms` holds [shape
+    without B, type] of each tensor of a micro-batch, by name. `modules` is `modules_of`."""
 
     model_type = "chain"
 
@@ -56,13 +56,13 @@ class ChainConfig(PretrainedConfig):
         super().__init__(**kwargs)
 
     def make(self) -> nn.Sequential:
-        """The chain with its weights; on the meta device, if that is torch's default, without.
+        """The chain with its weights, or without data where torch's default device is "meta".
         Raises ModelError."""
         return made(self.chain)
 
     def whole(self, enter: Callable[[int], None]) -> nn.Module:
-        """The model in one piece, with its weights, that calls `enter` with i before child i and
-        hands on numbers as stages do (`in_order`)."""
+        """The model in one piece, with its weights. It calls `enter` with i before child i, and
+        passes tensors on as stages do (`in_order`)."""
         chain = self.make()
         for index, child in enumerate(chain):
             child.register_forward_pre_hook(lambda module, args, index=index: enter(index))
@@ -74,7 +74,7 @@ class ChainConfig(PretrainedConfig):
         return _learned(self)
 
     def users_name(self, child: str, rest: str) -> str:
-        """The name in the result of a tensor of a child."""
+        """The name that a child's tensor has in the result."""
         return f"{child}.{rest}"
 
 
@@ -93,7 +93,7 @@ class ChainModel(PreTrainedModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights here; some children have none."""
+        """The type of the weights; float32 if no child has float weights."""
         floats = (p.dtype for p in self.parameters() if p.is_floating_point())
         return next(floats, torch.float32)
 
@@ -107,8 +107,8 @@ class ChainModel(PreTrainedModel):
 
 
 def made(name: str) -> nn.Sequential:
-    """The chain of the user's file, with its weights as that makes them, for the caller alone; on
-    the meta device, if that is torch's default. Raises ModelError."""
+    """A chain for the caller alone, with the weights that the user's file makes. It is on the meta
+    device if that is torch's default. Raises ModelError."""
     chain = control.named(name)
     where = f"model.chain {name!r}"
     if chain is None:
@@ -129,7 +129,7 @@ def made(name: str) -> nn.Sequential:
 
 
 def _copied(chain: nn.Module) -> nn.Module:
-    """With data also where tensors are pretended: those in the user's file are real."""
+    """A copy with data, even in a fake tensor mode: the tensors in the user's file are real."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily(), torch.device("cpu"):
@@ -137,8 +137,8 @@ def _copied(chain: nn.Module) -> nn.Module:
 
 
 def modules_of(name: str) -> str:
-    """A digest of the modules and of the shapes of a chain, and of the weights of one that no
-    function makes: files that differ there make another one. Raises ModelError."""
+    """A digest of a chain's modules and shapes, and of its weights unless a function makes them.
+    Files of --import that differ there have different digests. Raises ModelError."""
     with torch.device("meta"):
         chain = made(name)
     shapes = [(key, tuple(t.shape), str(t.dtype)) for key, t in chain.state_dict().items()]
@@ -150,8 +150,9 @@ def modules_of(name: str) -> str:
 
 
 def bundles(config: ChainConfig) -> tuple[BundleForms, ...]:
-    """The inputs of all children in order, and the output of the last. Raises ArchitectureError for
-    a child that does not run, or that returns what cannot go to another machine."""
+    """The forms of all children's inputs in order, and of the last child's output. Raises
+    ArchitectureError for a child that does not run, or whose output cannot go to another machine.
+    """
     key = config.to_json_string()
     if key not in _known:
         talk = logging.getLogger("torch._subclasses.fake_tensor")  # a traceback for each refusal
@@ -237,7 +238,7 @@ def joined(tensors: dict[str, Tensor]) -> Value:
 
 
 class _Contiguous(torch.autograd.Function):
-    """Puts a tensor and its gradient in the order of their axes, as they come over a wire."""
+    """Makes a tensor and its gradient contiguous, as they arrive over a wire."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -249,8 +250,8 @@ class _Contiguous(torch.autograd.Function):
 
 
 def in_order(value: Value) -> Value:
-    """The value with its numbers in the order of the axes, as they arrive from a wire: matrix
-    products round by the order in memory, so the next child gets the same one under every cut."""
+    """The value with contiguous tensors, as they arrive over a wire. Matrix products round by the
+    order in memory, so this gives the next child the same order under every cut."""
     return joined({name: tensor_in_order(t) for name, t in members(value).items()})
 
 
@@ -267,8 +268,8 @@ def part_of(batch: Mapping[str, Tensor], role: str) -> Value:
 
 
 def child_flops(config: ChainConfig, index: int, rows: int) -> int:
-    """Floating-point operations of a child's forward for `rows` examples, those of its matrix
-    products and convolutions."""
+    """Floating-point operations of the matrix products and convolutions in a child's forward for
+    `rows` examples."""
     from torch.utils.flop_counter import FlopCounterMode
 
     forms = bundles(config)[index].items()
@@ -281,6 +282,6 @@ def child_flops(config: ChainConfig, index: int, rows: int) -> int:
 
 
 def statistics(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state has, by name: training changes some (running means of BatchNorm)."""
+    """The buffers in a state_dict, by name: training changes some (running means of BatchNorm)."""
     saved = module.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}

@@ -1,4 +1,4 @@
-"""Comparison of a chain that is cut with the whole one, in one step of made-up examples."""
+"""Compares a cut chain with the whole chain in one step on made-up examples."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _ROWS = 2
 
 
 def chain_problem(config: ChainConfig, ranges: Sequence[ShardRange]) -> str | None:
-    """The first thing that is not the same to the bit; None where all is. Raises as `build_chain`,
-    and what the user's code raises."""
+    """The first result of the cut chain that is not bit-equal to the whole chain's; None where all
+    are. Raises what `build_chain` and the user's code raise."""
     batch = examples(config, _ROWS)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -64,7 +64,7 @@ def _same(one: Tensor | None, other: Tensor) -> bool:
 
 
 def _of_whole(config: ChainConfig, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Outputs, gradients and statistics, by name."""
+    """The whole chain's outputs, gradients and statistics, by name."""
     whole = config.whole(_enter)
     left = members(whole.float().train()(part_of(batch, INPUT)))
     differentiate(tuple(left.values()), _ones(tuple(left.values())))

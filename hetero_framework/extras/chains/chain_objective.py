@@ -31,17 +31,17 @@ from hetero_framework.models.cut.shard import Inputs, Shard
 from hetero_framework.models.cut.side import Bundle
 
 LOSS, METRICS = "loss", "loss_metrics"
-"""Names in the user's file: the function, and the names of what it returns beside the number."""
+"""Names in the user's file: the loss function, and the list that names its further means."""
 
 
 class ChainLoss(Objective):
-    """`loss(output, target)` of the file of --import: the mean over the examples of a micro-batch,
-    or a pair of it and a dictionary of further means."""
+    """The function `loss(output, target)` in a file of --import. It returns the mean over a
+    micro-batch's examples, or a pair of that mean and a dictionary of further means."""
 
     label_name, unit = TARGET, "examples"
     predicts = False  # a chain may return several tensors
     averages_means = True
-    """Whether a step averages the means of its micro-batches, and not its examples."""
+    """Whether a step averages the means of its micro-batches; else it averages its examples."""
 
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
         super().__init__(id_layers)
@@ -83,7 +83,7 @@ class ChainLoss(Objective):
     def called(
         self, config: PretrainedConfig, output: Any, target: Any
     ) -> tuple[Tensor, list[Tensor]]:
-        """The loss, and the means by `metric_names`."""
+        """The loss, and the further means in the order of `metric_names`."""
         function = control.named(LOSS)
         if function is None:
             raise ModelError(
@@ -108,7 +108,7 @@ class ChainLoss(Objective):
         return loss, [torch.as_tensor(means[name]).float() for name in self.metric_names]
 
     def metrics(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """Each the mean over the examples of all micro-batches."""
+        """The mean of each metric over the examples of all micro-batches."""
         found = [tensors[METRICS] for tensors in named if METRICS in tensors]
         if not found:
             return {}
@@ -123,7 +123,7 @@ class ChainLoss(Objective):
         return len if self.averages_means else self.prediction_counter(config)
 
     def prediction_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """Examples."""
+        """Counts examples."""
         return lambda batches: sum(len(next(iter(batch.values()))) for batch in batches)
 
     def probe_inputs(self, config: PretrainedConfig, inputs: Inputs) -> Inputs:
@@ -132,5 +132,5 @@ class ChainLoss(Objective):
     def loss_bytes(
         self, text: PretrainedConfig, tokens: int, number_bytes: int, head_numbers: int
     ) -> int:
-        """Small, where it cannot be counted."""
+        """Bytes that the loss takes: unknown for a user's function, so it counts as 0."""
         return 0

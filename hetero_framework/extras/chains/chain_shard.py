@@ -39,8 +39,8 @@ from hetero_framework.models.rng import seed_cpu
 def build_chain(
     config: ChainConfig, rng: ShardRange, *, dtype: torch.dtype, device: torch.device, seed: int
 ) -> ChainShard:
-    """The children that `rng` names, as the user's file makes them from `seed`; without data on the
-    device "meta". Raises ModelError, ArchitectureError."""
+    """A shard of the children that `rng` names, which the user's file makes from `seed`. On the
+    device "meta" they have no data. Raises ModelError, ArchitectureError."""
     model: Any = on_meta(ChainModel, config)
     blocks, here = model.blocks, range(rng.start, rng.end)
     if device.type == "meta":
@@ -58,7 +58,7 @@ def build_chain(
 
 
 def _refuse_shared(children: Sequence[nn.Module], here: range) -> None:
-    """Raise ArchitectureError for a weight or a buffer that is also elsewhere."""
+    """Raise ArchitectureError for a weight or buffer that a child outside `here` has too."""
     mine = {id(t) for k in here for t in children[k].state_dict(keep_vars=True).values()}
     for index in set(range(len(children))) - set(here):
         for name, tensor in children[index].state_dict(keep_vars=True).items():
@@ -70,7 +70,7 @@ def _refuse_shared(children: Sequence[nn.Module], here: range) -> None:
 
 
 class ChainShard(Shard):
-    """`on_enter` is called with i before child i, and with "head" before the loss."""
+    """Children of a chain. `on_enter` gets i before child i, and "head" before the loss."""
 
     def _install(self) -> None:
         self._blocks = list(self.model.blocks)
@@ -153,7 +153,7 @@ class ChainShard(Shard):
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """A forward that is computed again does not count for running means a second time."""
+    """Restore the buffers, so that a recomputed forward does not count twice in running means."""
     kept = {name: buffer.clone() for name, buffer in statistics(module).items()}
     try:
         yield

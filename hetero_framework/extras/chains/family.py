@@ -40,12 +40,12 @@ chain.load_state_dict(load_file("model.safetensors"))"""
 
 
 class Chains(Family):
-    """Every child is a block, and nothing is outside."""
+    """The family of chains: every child is a block, and no module is outside of the blocks."""
 
     stock_class = ChainModel
 
     def decided(self, config: Config) -> Config:
-        """An example counts as a row of one token."""
+        """Decide the chain's forms and digest. An example counts as a row of one token."""
         data = config.data
         if config.model is None or data is None:
             return config
@@ -71,7 +71,7 @@ class Chains(Family):
         return ChainConfig(name, forms_of(model), found)
 
     def structure(self, config: Any) -> ModelStructure:
-        """Of a bundle, the tensors behind the first one are side tensors of one boundary each."""
+        """Each tensor of a bundle after the first is a side tensor that crosses one boundary."""
         forms = bundles(config)
         count, model = len(forms) - 1, on_meta(ChainModel, config)
         sides = []
@@ -125,7 +125,7 @@ class Chains(Family):
         return f"chain.load_state_dict(load_file({str(weights)!r}))"
 
     def load(self, fields: dict[str, Any], folder: Path) -> Any:
-        """As the imported file makes it, with the trained weights."""
+        """The chain that the imported file makes, with the trained weights."""
         chain = made(fields["chain"])
         parts = map(load_file, sorted(folder.glob("*.safetensors")))
         chain.load_state_dict({name: t for part in parts for name, t in part.items()})

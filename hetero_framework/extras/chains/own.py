@@ -1,8 +1,8 @@
 """Data sets of a file of --import: examples that are tensors, for training.objective "sequential".
 
-A data set has a length, and numbers for its examples: torch's Dataset, a list. An example is a pair
-of what the chain takes and of what the loss compares with; each is a tensor, a number, or a
-dictionary of these.
+A data set has a length and takes an index: a torch Dataset or a list. An example is a pair: the
+input of the chain, and the target that the loss compares with. Each of the two is a tensor, a
+number, or a dictionary of these.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class OwnExamples:
         return len(self._examples)
 
     def example(self, index: int, epoch: int) -> dict[str, Any]:
-        """An example by the names of a micro-batch's tensors."""
+        """The values of an example, by the names of a micro-batch's tensors."""
         with torch.random.fork_rng(devices=[]):
             states = random.getstate(), np.random.get_state()
             number = int(np.random.SeedSequence((self._seed, epoch, index)).generate_state(1)[0])
@@ -85,7 +85,7 @@ class OwnExamples:
         return parts
 
     def collate(self, indices: Sequence[int] | np.ndarray, epoch: int = 0) -> MicroBatch:
-        """The micro-batch of these examples: their tensors, one upon the other."""
+        """The micro-batch of these examples: their tensors, stacked."""
         examples = [self.example(int(index), epoch) for index in indices]
         try:
             batch = default_collate(examples)
@@ -98,7 +98,7 @@ class OwnExamples:
         for name, value in batch.items():
             if not isinstance(value, Tensor):
                 raise DataError(f"{self._where}: {name} is a {type(value).__name__}, no tensor")
-            if value.dtype == torch.float64:  # what Python's numbers become
+            if value.dtype == torch.float64:  # Python's float becomes it
                 batch[name] = value.float()
         return {name: value.contiguous() for name, value in batch.items()}
 
@@ -123,7 +123,7 @@ class OwnExamples:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256, in hex, of the number of examples and of some of them, evenly spaced."""
+        """sha256, in hex, of the number of examples and of up to 256 evenly spaced examples."""
         digest = hashlib.sha256(f"own {len(self)}".encode())
         for index in np.unique(np.linspace(0, len(self) - 1, _COMPARED).astype(int)):
             for name, tensor in self.collate([index]).items():
@@ -133,7 +133,7 @@ class OwnExamples:
 
 
 class OwnData(TrainData):
-    """Micro-batches of data sets of a file of --import."""
+    """Micro-batches of the data sets in a file of --import."""
 
     def step_batches(self, step: int) -> list[MicroBatch]:
         steps = max(1, self.steps_per_epoch)
@@ -178,7 +178,7 @@ def load_own_data(config: Config) -> OwnData:
 
 
 def shown_forms(forms: Forms) -> str:
-    """ "input 3 x 32 x 32 of float32, target a number of int64"."""
+    """The forms as text: "input 3 x 32 x 32 of float32, target a number of int64"."""
     parts: Iterator[str] = (
         f"{name} {' x '.join(map(str, shape)) or 'a number'} of {dtype}"
         for name, (shape, dtype) in forms.items()

@@ -20,7 +20,7 @@ class ChainSettings(ModelConfig):
     chain_forms: Annotated[dict[str, tuple[tuple[int, ...], str]] | None, FREE] = None
     """Shapes and types of the first example's tensors; a run decides them."""
     chain_modules: Annotated[str | None, FREE] = None
-    """A digest of the chain's modules; a run decides it, and its workers compare theirs."""
+    """A digest of the chain's modules. A run decides it, and each worker compares its chain's."""
 
 
 def disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:

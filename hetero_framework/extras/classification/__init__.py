@@ -1,1 +1,1 @@
-"""Rewards and labels: reward models and classifiers, and the data with labels they learn from."""
+"""Rewards and labels: reward models and classifiers, and the labelled data that they learn from."""

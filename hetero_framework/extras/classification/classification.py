@@ -1,6 +1,6 @@
 """Objectives of models whose head classifies: labels of texts or tokens, and rewards of answers.
 
-Shapes: B rows of a micro-batch, P pairs, B = 2 P rows, first the chosen ones; S tokens.
+Shapes: B rows of a micro-batch. Rewards have P pairs in B = 2 P rows, the chosen answers first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HITS = "hits"
 
 
 class _Classifies(Objective):
-    """The class finds the end of a text in its token ids, on the last stage."""
+    """Gives the last stage the token ids, in which the model class finds the end of a text."""
 
     def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
         names = list(names)
@@ -41,12 +41,12 @@ class _Classifies(Objective):
     def loss_bytes(
         self, text: PretrainedConfig, tokens: int, number_bytes: int, head_numbers: int
     ) -> int:
-        """Of the logits of all tokens, in float32, with their gradients."""
+        """Bytes of all tokens' logits in float32, with their gradients."""
         return 8 * tokens * (getattr(text, "num_labels", None) or 1)
 
 
 class Classification(_Classifies):
-    """The class's own loss of labels, a mean over those of all micro-batches of a step."""
+    """The model class's own loss: a mean over the labels of all micro-batches of a step."""
 
     metric_names = ("accuracy",)
 
@@ -68,7 +68,7 @@ class Classification(_Classifies):
         labels = inputs["labels"]
         problem, count = shard.config.problem_type, shard.config.num_labels or 1
         measures = problem in ("regression", "multi_label_classification") or count == 1
-        if measures and not labels.is_floating_point() and not self._of_tokens:  # of a probe
+        if measures and not labels.is_floating_point() and not self._of_tokens:  # labels of a probe
             labels = labels.float()[:, None].expand(-1, count)
         with running():
             loss, logits = shard.classify({**inputs, "labels": labels}, received)
@@ -86,7 +86,7 @@ class Classification(_Classifies):
         return loss.detach(), named
 
     def metrics(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """The share of labels that the model finds likeliest, where there is one of each."""
+        """The share of labels that the model finds likeliest. Empty where labels are floats."""
         found = [tensors[HITS] for tensors in named if HITS in tensors]
         if not found:
             return {}
@@ -98,7 +98,7 @@ class Classification(_Classifies):
         return {"accuracy": hits / max(labels, 1)}
 
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """Examples, or labels of tokens: a step's loss does not depend on its micro-batches."""
+        """Counts examples, or labels of tokens: a step's loss does not depend on its split."""
         if self._of_tokens:
             return lambda batches: num_items(batches, first=0)
         return lambda batches: sum(len(batch["labels"]) for batch in batches)
@@ -113,8 +113,8 @@ class Classification(_Classifies):
 
 
 class Rewards(_Classifies):
-    """The reward of a chosen answer is larger than that of the rejected one (Bradley-Terry). Losses
-    and metrics are those of TRL's RewardTrainer (1.16)."""
+    """Teaches a larger reward for the chosen answer than for the rejected answer (Bradley-Terry).
+    Losses and metrics equal those of TRL's RewardTrainer (1.16)."""
 
     metric_names = ("accuracy", "margin", "min_reward", "mean_reward", "max_reward")
 
@@ -149,16 +149,16 @@ class Rewards(_Classifies):
         return loss.detach(), {MEANS: means.detach()}
 
     def metrics(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """Each a mean over micro-batches."""
+        """The mean of each metric over micro-batches."""
         if not named:
             return {}
         means = means_table(named, len(self.metric_names)).mean(0)
         return dict(zip(self.metric_names, means.tolist(), strict=True))
 
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """Micro-batches, each the mean of its pairs, as TRL divides them."""
+        """Counts micro-batches: the loss of each is the mean of its pairs, as in TRL."""
         return len
 
     def prediction_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """Pairs."""
+        """Counts pairs."""
         return lambda batches: sum(len(batch["labels"]) // 2 for batch in batches)

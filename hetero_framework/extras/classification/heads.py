@@ -1,4 +1,4 @@
-"""Heads of classifiers and of rewards, in place of that of a language model."""
+"""Heads of classifiers and reward models, in place of a language model's head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ClassifierHead(Head):
-    """A number for each label, or the one of a reward."""
+    """A head that gives one number for each label, or one number as a reward."""
 
     misfit = ", or leave model.num_labels and label_names out"
 
@@ -31,7 +31,7 @@ class ClassifierHead(Head):
         if (padding := LabelSettings.of(model).pad_token_id) is not None:
             text.pad_token_id = padding
         elif getattr(text, "pad_token_id", None) is None:
-            text.pad_token_id = 0  # until the data say it: without any some classes take one row
+            text.pad_token_id = 0  # until the data say it: without it some classes take one row
 
     def decided(self, model: ModelConfig, data: TrainData) -> tuple[dict[str, Any], str]:
         settings: dict[str, Any] = {"pad_token_id": data.pad_token_id}
@@ -68,14 +68,14 @@ class ClassifierHead(Head):
             labels = ids[:, 0] % count
         else:
             labels = torch.rand(len(ids), count, generator=generator).round()
-        # Some find the end of a row by the token that pads.
+        # Some classes find the end of a row by the padding token.
         padding = getattr(config.get_text_config(), "pad_token_id", None) or 0
         ids = ids.masked_fill(mask == 0, max(0, padding))
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def set_labels(config: PretrainedConfig, model: ModelConfig) -> None:
-    """Enter what the model section says of the labels."""
+    """Enter the label settings of the model section into the configuration."""
     labels = LabelSettings.of(model)
     if labels.num_labels is not None:
         config.num_labels = labels.num_labels

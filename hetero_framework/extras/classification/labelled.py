@@ -1,7 +1,7 @@
 """Texts and words with labels, for classifiers.
 
-Token ids are those of the tokenizer, with its own special tokens and its own truncation; labels of
-words stand at the first token of each, as in transformers' run_ner.
+The tokenizer makes the token ids, with its own special tokens and its own truncation. The label of
+a word stands at the word's first token, as in transformers' run_ner.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HINT = "an example has tokens (its words) and as many labels (or tags, ner_tags
 
 
 class TextFormatter(Formatter):
-    """Tokenises labelled texts; of a token is told whether it is of the second text of a pair."""
+    """Tokenises labelled texts. A token's flag says whether it is in a pair's second text."""
 
     weighs = False
 
@@ -79,7 +79,7 @@ class TextFormatter(Formatter):
         if any(record.fields.get(PAIR) is not None for record in records):
             parts.append([string_field(record, PAIR) for record in records])
         made = self._cut(*parts)
-        # A class without pairs may take one kind of token; those of others are given.
+        # A tokenizer that returns no token_type_ids has one kind of token.
         kinds = made.get("token_type_ids") or [[0] * len(ids) for ids in made["input_ids"]]
         if any(kind > 1 for row in kinds for kind in row):
             raise DataError(
@@ -91,7 +91,7 @@ class TextFormatter(Formatter):
         return [[(ids, [bool(kind) for kind in row])] for ids, row in both]
 
     def _cut(self, *texts: Any, **how: Any) -> Any:
-        """The tokenizer's result, cut as the tokenizer does."""
+        """The tokenizer's result, which the tokenizer itself cuts to max_length."""
         most = self.options.max_length
         made = self.tokenizer(
             *texts, truncation=most is not None, max_length=most, verbose=False, **how
@@ -108,7 +108,7 @@ class TextFormatter(Formatter):
 
 
 class WordFormatter(TextFormatter):
-    """Tokenises labelled words: a row of tokens, and one of their labels."""
+    """Tokenises labelled words: a row of tokens, and a row of their labels."""
 
     label_rows = 1
 
@@ -170,24 +170,24 @@ class WordFormatter(TextFormatter):
 
 @dataclass(frozen=True)
 class LabelledTexts(Examples):
-    """Texts whose targets are numbers of classes, or others."""
+    """Texts whose targets are class numbers (`is_class`) or other numbers."""
 
     is_class: bool = True
 
     @cached_property
     def has_pairs(self) -> bool:
-        """Whether tokens of second texts are told apart."""
+        """Whether any token is in the second text of a pair."""
         return bool(self.trained.any())
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids; none is a label."""
+        """Token ids, and IGNORE_INDEX as the label of each."""
         ids, _ = super().__getitem__(index)
         return ids, np.full_like(ids, IGNORE_INDEX)
 
 
 @dataclass(frozen=True)
 class LabelledWords(AnswerRows):
-    """Example i is row 2 i of `rows`, and its labels row 2 i + 1."""
+    """Labelled words. The tokens of example i are row 2 i of `rows`, its labels row 2 i + 1."""
 
     each = 2
 
@@ -205,8 +205,8 @@ def collate_texts(
     pad_token_id: int,
     multiple: int | None,
 ) -> MicroBatch:
-    """As `collate`; labels are int64 [B] of classes, else float32 [B] or [B, labels]. Where there
-    are pairs of texts, token_type_ids [B, S]."""
+    """`collate` with labels: int64 [B] of classes, else float32 [B] or [B, labels]. Where there are
+    pairs of texts, it adds token_type_ids [B, S]."""
     batch = collate(examples, indices, pad_token_id, multiple)
     targets = examples.targets
     assert targets is not None

@@ -21,7 +21,7 @@ from hetero_framework.models.cut import shard
 from hetero_framework.models.cut.tiny import task_of
 
 OF_TEXTS, OF_TOKENS = ("label", "labels"), ("labels", "tags", "ner_tags", "label")
-"""Fields that may hold them, of which the first that is there does."""
+"""Fields that may hold labels: the first of them that a record has does."""
 _LAYOUTS = {
     "label": (("text", "text_pair", "label"), ("text", "label"), ("label",)),
     "labels": (("tokens", "labels"), ("labels",)),
@@ -35,7 +35,7 @@ _HINT = (
 
 @dataclass(frozen=True)
 class Stated:
-    """Facts about the labels that are known before the data are read; None where one is not."""
+    """Facts about the labels before the data are read. None stands for an unknown fact."""
 
     count: int | None = None
     problem: ProblemType | None = None
@@ -44,7 +44,7 @@ class Stated:
 
 @dataclass(frozen=True)
 class ClassLabels:
-    """Of each label its name, in the order of their numbers, and the kind of loss."""
+    """The names of the labels in the order of their numbers, and the kind of loss."""
 
     problem: ProblemType
     names: tuple[str, ...]
@@ -54,8 +54,8 @@ class ClassLabels:
         return f"{len(self.names)} ({', '.join(names)}), {self.problem}"
 
     def number(self, value: Any, where: str) -> int:
-        """The number of a class. Raises DataError for a value that is none, and for one of classes
-        that are called otherwise."""
+        """The number of a class. Raises DataError for a value that is no class, or whose data set
+        calls its classes otherwise."""
         if isinstance(value, ClassNumber) and stated_names(self.names) not in (None, value.names):
             raise DataError(
                 f"{where}: its classes are called {_listed(value.names)}, and those of the training"
@@ -121,7 +121,7 @@ class LabelFields:
     of_tokens: bool
 
     def stated(self, config: Config, model_config: PretrainedConfig) -> Stated:
-        """The labels of a classifier, as its checkpoint or the settings have them."""
+        """What the checkpoint or the settings say about a classifier's labels."""
         section = config.model
         assert section is not None
         model = LabelSettings.of(section)
@@ -133,9 +133,9 @@ class LabelFields:
         return Stated(len(names) if names else model.num_labels, model.problem_type, names)
 
     def find(self, records: Iterable[Record], stated: Stated | None = None) -> ClassLabels:
-        """The labels of training data, as far as they are not stated. Names have the order that the
-        data set gives them, else they are sorted; of numbers there is one more than the largest.
-        Raises DataError for data whose labels are of several kinds, or more than stated."""
+        """The labels of training data; stated facts are kept. Names keep the data set's order, else
+        they are sorted. Numbers run from 0 to the largest. Raises DataError for labels of several
+        kinds, for more than MAX_LABELS, and for another count than the stated one."""
         stated = stated or Stated()
         if stated.names is not None and (stated.problem is not None or self.of_tokens):
             return ClassLabels(stated.problem or "single_label_classification", stated.names)
@@ -169,13 +169,13 @@ class LabelFields:
 
 @dataclass
 class _Seen:
-    """The labels of the records so far. `given` are the names that their data set lists."""
+    """The labels of the records so far. `given` holds the names that the data set lists."""
 
     of_tokens: bool
     measures: bool
     names: set[str] = field(default_factory=set)
     given: tuple[str, ...] = ()
-    largest: tuple[int, str] = (0, "")  # and its place
+    largest: tuple[int, str] = (0, "")  # the label and its place
     width: int = 1
     kinds: set[str] = field(default_factory=set)
 

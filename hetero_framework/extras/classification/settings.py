@@ -13,7 +13,7 @@ from hetero_framework.config.problems import Problem
 from hetero_framework.config.section import Name, ReadIf
 
 MAX_LABELS = 4096
-"""Classes, or other numbers, that a classifier has at most."""
+"""The most classes, or other numbers, that a classifier may have."""
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 _CLASSIFIES = ReadIf("training.objective=classification|image-classification")
 
@@ -24,24 +24,24 @@ class RewardSettings(TrainingConfig):
     center_rewards_coefficient: Annotated[float | None, ReadIf("objective=reward")] = Field(
         default=None, ge=0
     )
-    """Reward: weight of the squared sum of a pair's rewards, which keeps them around 0. null: 0."""
+    """Reward: weight of the squared sum of a pair's rewards; it keeps rewards near 0. null: 0."""
 
 
 class LabelSettings(ModelConfig):
     """The model section with the labels of a classifier."""
 
     num_labels: int | None = Field(default=None, ge=1, le=MAX_LABELS)
-    """Classification: labels, or numbers that are learned. null: as many as the checkpoint's
-    classifier has, else as the data have."""
+    """Classification: how many labels, or other numbers, the model learns. null: as many as the
+    checkpoint's classifier has, else as the data have."""
     problem_type: Annotated[ProblemType | None, _CLASSIFIES] = None
     """Classification of texts: the kind of loss. null: as the checkpoint's classifier says, else as
     the data's labels look."""
     label_names: tuple[Name, ...] | None = None
-    """Classification: the labels' names in the order of their numbers. null: the checkpoint's
-    classifier's, else those of the data."""
+    """Classification: the labels' names in the order of their numbers. null: the names in the
+    checkpoint's classifier, else in the data."""
     pad_token_id: int | None = Field(default=None, ge=0)
-    """Classification: the token that pads, behind which a class looks for the end of a text. null:
-    that of the tokenizer."""
+    """Classification: the padding token, by which some classes find the end of a text. null: the
+    tokenizer's padding token."""
 
     @model_validator(mode="after")
     def _labels_fit(self) -> LabelSettings:

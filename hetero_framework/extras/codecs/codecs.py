@@ -16,15 +16,15 @@ from hetero_framework.core.devices import Support
 BLOCK = 64
 _LARGEST = 127  # of the int8 values; -128 is not used, so that both signs reach equally far
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # its reciprocal is finite
-# Elements that are worked on at once. On a CPU two float32 scratch buffers of this size stay in the
-# cache; smaller runs take Python's lock more often. Elsewhere it only bounds the scratch memory.
+# Elements in one run. On a CPU two float32 scratch buffers of this size stay in the cache, and
+# smaller runs take Python's lock more often. Elsewhere the size only bounds the scratch memory.
 _CPU_RUN = 2**17
 _DEVICE_RUN = 2**24
 
 
 class BFloat16(Codec):
-    """float32 rounded to bfloat16: 8 significant bits, the same range. Below 1.2e-38 the error is
-    up to 1e-40. bfloat16 arrives unchanged."""
+    """Rounds float32 to bfloat16: 8 significant bits, the same range. Below 1.2e-38 the error is up
+    to 1e-40. bfloat16 tensors arrive unchanged."""
 
     name = "bf16"
     error = (
@@ -121,7 +121,7 @@ class Int8(Codec):
 def _block_runs(
     block: int, flat: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Views of [n, block], [n, block] and [n, 1], run by run; a short block comes last."""
+    """Views of the three tensors run by run: [n, block] twice, [n, 1]. A short block is last."""
     whole = flat.numel() // block
     step = (_CPU_RUN if flat.device.type == "cpu" else _DEVICE_RUN) // block
     for first in range(0, whole, step):

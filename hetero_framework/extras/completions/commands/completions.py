@@ -1,4 +1,4 @@
-"""`hetero completions`: prints what a shell's file needs, so that argcomplete completes `hetero`.
+"""`hetero completions`: prints the shell code by which argcomplete completes `hetero`.
 
 The shell then asks `hetero` itself, whose parser and options argcomplete reads.
 """
@@ -21,7 +21,7 @@ EXAMPLES = """
     """
 OPTIONS = (option("shell", choices=("bash", "zsh", "fish"), help="the shell that is to complete"),)
 _FILES = ("FILE", "PATH", "RUN")
-_LISTS = ("workers", "shard_plan")  # their settings have an index in between
+_LISTS = ("workers", "shard_plan")  # names of their settings contain an index
 
 
 def run(arguments: argparse.Namespace) -> None:
