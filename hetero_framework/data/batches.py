@@ -1,9 +1,9 @@
 """The order of examples, the batches of a step, and their tensors; a run can start at any step.
 
-The order is that of transformers.Trainer: accelerate's SeedableRandomSampler, one permutation per
-epoch, or examples of about one length together; an epoch's last micro-batch may be smaller, and its
-last step may have fewer micro-batches.
-Shapes: B examples of a micro-batch, S tokens of its longest example, T tokens of all of them.
+The order is transformers.Trainer's: one permutation per epoch by accelerate's
+SeedableRandomSampler, or examples of similar length together. An epoch's last micro-batch may be
+smaller, and its last step may have fewer micro-batches.
+Shapes: B examples in a micro-batch, S tokens in its longest example, T tokens in all its examples.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class LazyBatches(Sequence[MicroBatch]):
 
 @dataclass
 class SampleOrder:
-    """The examples of each step, by the training section's settings; to group them it takes the
-    tokens of each. Raises DataError when an epoch would have no micro-batch."""
+    """Chooses the examples of each step by the settings of `training`. group_by_length needs
+    `lengths`, the tokens of each example. Raises DataError when an epoch has no micro-batch."""
 
     num_examples: int
     training: TrainingConfig
     lengths: np.ndarray | None = field(default=None, repr=False, compare=False)
     _cached: tuple[int, np.ndarray] | None = field(default=None, repr=False, compare=False)
-    # The epochs that it has drawn, and the generator that draws the next.
+    # The number of epochs drawn so far, and the generator that draws the next.
     _drawn: tuple[int, torch.Generator] | None = field(default=None, repr=False, compare=False)
 
     mixes_epochs: ClassVar[bool] = False
@@ -81,7 +81,7 @@ class SampleOrder:
 
     @property
     def samples_per_epoch(self) -> int:
-        """All of them, unless dataloader_drop_last drops some."""
+        """Samples in an epoch: all, unless dataloader_drop_last drops some."""
         return min(self.num_examples, self.batches_per_epoch * self._rows)
 
     @property
@@ -109,8 +109,8 @@ class SampleOrder:
         return epoch + done / self.batches_per_epoch
 
     def gathered(self, step: int) -> int | None:
-        """How many examples of each micro-batch of `step` (from 0) accelerate's gather_for_metrics
-        keeps: in an epoch's last step no more than the last micro-batch has; None: all."""
+        """Examples of each micro-batch of `step` (from 0) that accelerate's gather_for_metrics
+        keeps; None: all. In an epoch's last step, as many as a smaller last micro-batch has."""
         rest = 0 if self.training.dataloader_drop_last else self.num_examples % self._rows
         return rest if rest and (step + 1) % self.steps_per_epoch == 0 else None
 
@@ -127,11 +127,11 @@ class SampleOrder:
     def largest(
         self, tokens: np.ndarray, first_step: int, *, packed: bool = False, multiple: int = 1
     ) -> tuple[int, int] | None:
-        """(step, number in it) of the micro-batch with the most tokens, padding included, among the
-        steps from `first_step` on, the first of equals; None where there is none. `tokens` are the
-        lengths of the examples, `packed` rows hold all examples of a micro-batch one after another.
+        """The first micro-batch with the most tokens, padding included, from `first_step` on:
+        (step, number in it); None where no step is left. `tokens` are the lengths of the examples.
+        With `packed`, all examples of a micro-batch are one row.
 
-        Of a run of very many epochs only `_LOOK_AT` examples are looked at.
+        The search ends with the epoch in which it has looked at `_LOOK_AT` examples.
         """
         rows, accumulation = self._rows, self.training.gradient_accumulation_steps
         lengths = np.asarray(tokens, np.int64)
@@ -163,8 +163,8 @@ class SampleOrder:
         return sizes
 
     def padded(self, tokens: np.ndarray, multiple: int = 1) -> float:
-        """The share of padding among the tokens of the first epoch, where rows are padded to a
-        multiple of this; `tokens` are the lengths of the examples."""
+        """The share of padding among the tokens of the first epoch. `tokens` are the lengths of the
+        examples; rows are padded to a multiple of `multiple`."""
         lengths = -(-np.asarray(tokens, np.int64) // multiple) * multiple
         taken = np.asarray(tokens)[self._epoch(0)[: self.batches_per_epoch * self._rows]]
         return float(1 - taken.sum() / max(1, self._sizes(lengths, 0, False).sum()))
@@ -188,8 +188,8 @@ class SampleOrder:
         return self._cached[1]
 
     def _grouped(self, epoch: int) -> np.ndarray:
-        """As under a Trainer that draws nothing else: its sampler goes on in every epoch with the
-        generator of the whole process, behind the seed that a DataLoader draws for its workers."""
+        """The order of an epoch, as in a Trainer that draws nothing else. There each epoch draws
+        from the process's generator: first a DataLoader's seed for workers, then the order."""
         assert self.lengths is not None
         if self._drawn is None or self._drawn[0] > epoch:
             self._drawn = 0, torch.Generator().manual_seed(self.seed)
@@ -211,7 +211,8 @@ def collate(
     pad_token_id: int,
     pad_to_multiple_of: int | None = None,
 ) -> MicroBatch:
-    """Padded on the right: input_ids_BS, attention_mask_BS, labels_BS (-100 on padding), int64."""
+    """A micro-batch padded on the right: input_ids_BS, attention_mask_BS, and labels_BS with -100
+    on padding, all int64."""
     rows = [examples[int(index)] for index in indices]
     length = max(len(ids) for ids, _ in rows)
     if pad_to_multiple_of:
@@ -228,8 +229,8 @@ def collate(
 
 
 def padded_left(batch: MicroBatch) -> MicroBatch:
-    """A micro-batch of `collate` with its padding moved to the left, in each integer tensor [B, S].
-    Labels of whole texts, [B] or floating-point, stay."""
+    """A micro-batch of `collate` with the padding of each integer tensor [B, S] moved to the left.
+    Labels of whole texts, [B] or floating-point, stay as they are."""
     mask_BS = batch["attention_mask"]
     pads = mask_BS.eq(0).sum(1).tolist()
     return {
@@ -241,11 +242,11 @@ def padded_left(batch: MicroBatch) -> MicroBatch:
 
 
 def pack(examples: Rows, indices: Sequence[int] | np.ndarray) -> MicroBatch:
-    """One example after another in one row: input_ids_1T, position_ids_1T, labels_1T, int64.
+    """One row of one example after another: input_ids_1T, position_ids_1T, labels_1T, int64.
 
-    The tensors of transformers' DataCollatorWithFlattening and TRL's `padding_free`. Where there is
-    no attention mask, a model tells the examples apart by positions that begin at 0. The first
-    label of each is -100, so that the token before it does not learn to predict it.
+    The tensors equal those of transformers' DataCollatorWithFlattening and TRL's `padding_free`.
+    Without an attention mask, a model tells the examples apart by positions that begin at 0. The
+    first label of each example is -100: the token before it belongs to another example.
     """
     of_row = getattr(examples, "pieces", lambda index: [examples[index]])
     rows = [piece for index in indices for piece in of_row(int(index))]
@@ -263,13 +264,13 @@ def _one_row(parts: list[np.ndarray]) -> torch.Tensor:
 
 
 def token_count(batch: MicroBatch) -> int:
-    """Tokens of the examples in a micro-batch, without padding; one each where they are no text."""
+    """Tokens in a micro-batch without padding. An example that is not text counts as one token."""
     mask = _own_mask(batch)
     return padded_count(batch) if mask is None else int(mask.sum())
 
 
 def padded_count(batch: MicroBatch) -> int:
-    """Tokens of a micro-batch, padding included; examples where they are no text."""
+    """Tokens in a micro-batch with padding. An example that is not text counts as one token."""
     ids, mask = batch.get("input_ids"), _own_mask(batch)
     if ids is None:
         return len(next(iter(batch.values())))
@@ -286,6 +287,6 @@ def _own_mask(batch: MicroBatch) -> torch.Tensor | None:
 
 
 def num_items(batches: Iterable[MicroBatch], *, first: int = 1) -> int:
-    """Tokens that the loss of a step is divided by, as the Trainer counts them: the labels of each
-    row from the `first` on. The very first has no prediction."""
+    """Tokens that the loss of a step is divided by, as in the Trainer: labels from number `first`
+    of each row on that are not -100. The first label of a row has no prediction."""
     return sum(int(batch["labels"][..., first:].ne(IGNORE_INDEX).sum()) for batch in batches)

@@ -1,7 +1,7 @@
 """Conversations as tokens, with a mask of the tokens that the loss covers.
 
-A template with `{% generation %}` marks the assistant's text itself. In any other, the loops over
-messages show which text comes from which message, and the assistant's text is its turn without the
+A template with `{% generation %}` marks the assistant's text itself. In any other template, the
+loops over messages show the text of each message. The assistant's text is its turn without the
 header that the generation prompt gives. Tokens and masks equal those of TRL's training templates.
 """
 
@@ -28,17 +28,17 @@ from hetero_framework.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PROBE = "SAID"  # a content of which only the place is needed
+_PROBE = "SAID"  # a content to look for in the text
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NO_MASK_HINT = (
     "put {% generation %} and {% endgeneration %} around the assistant's text in the template, "
     "or set data.assistant_only_loss to false to train on the whole conversation"
 )
 
-# Errors of a template that does not take a conversation.
+# Errors that a template raises for a conversation that it does not take.
 _REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
 
-# The rules below are those of TRL's training templates (1.16), by the template's text.
+# Rules of TRL's training templates (1.16), each with the text by which a template is recognised.
 _THINKS_LAST = "loop.index0 > ns.last_query_index"  # Qwen 3 to 3.8: thinks in the last turns only
 _KEEP_THINKING = (
     (_THINKS_LAST, "loop.last or (not loop.last and reasoning_content)", "true"),
@@ -51,9 +51,9 @@ _KEEP_THINKING = (
     ),
 )
 _HEADERS = {
-    "{{- '<|im_start|>' + message.role }}": "<|im_start|>assistant",  # Qwen 2.5: then a line break
-    "<｜Assistant｜>": "",  # DeepSeek: it is trained
-    "<|start|>assistant": "",  # gpt-oss: it begins each of a turn's channels
+    "{{- '<|im_start|>' + message.role }}": "<|im_start|>assistant",  # Qwen 2.5; \n is trained
+    "<｜Assistant｜>": "",  # DeepSeek: the header is trained
+    "<|start|>assistant": "",  # gpt-oss: the header begins each channel of a turn
 }
 _STOPS_AT_NEXT_ROLE = "[gMASK]<sop>"  # GLM: the next role's token ends a turn
 
@@ -64,14 +64,14 @@ TokensAndMask = tuple[list[int], list[bool]]
 
 
 class ChatRenderer:
-    """The chat template of one tokenizer, with extra variables. Raises DataError without one.
+    """Renders with a tokenizer's chat template and extra variables. Raises DataError without one.
 
     Args:
         assistant_only: The loss covers the assistant's messages, not the whole conversation.
         notes: Takes remarks on what the template leaves out.
 
-    `trains_stop` says, once an assistant mask was made, whether the first one holds the token that
-    ends a turn; without it a model does not learn to stop.
+    `trains_stop` says whether the first assistant mask covers the token that ends a turn (None: no
+    mask yet). A model that is not trained on this token does not learn to stop.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ChatRenderer:
         )
 
     def _shows(self, content: Any) -> bool:
-        """Whether the template writes the text of such a message."""
+        """Whether the template writes the text of a message with this content."""
         try:
             return _PROBE in self._render([{"role": "user", "content": content}])
         except _REFUSALS:
@@ -129,8 +129,8 @@ class ChatRenderer:
         return ids
 
     def ids_and_mask(self, chat: Conversation) -> TokensAndMask:
-        """Token ids of a conversation and, for each, whether the loss covers it: the assistant's or
-        all, in either case without messages of weight 0."""
+        """Token ids of a conversation and a mask of those that the loss covers: the assistant's or
+        all tokens, but none of a message of weight 0."""
         weights = [bool(message.get("weight", 1)) for message in chat.messages]
         if not self.tokenizer.is_fast and (self.assistant_only or 0 in weights):
             raise DataError(
@@ -175,7 +175,7 @@ class ChatRenderer:
         return next(ends, None) in special
 
     def _given(self, chat: Conversation, text: str) -> TokensAndMask:
-        """The ids and the mask of the template's marks, or of the whole text."""
+        """Token ids, and a mask by the template's marks, or of all tokens."""
         if self.assistant_only:
             encoding = self._apply(
                 chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -186,7 +186,7 @@ class ChatRenderer:
 
     def _turns(self, chat: Conversation, text: str) -> list[list[range]]:
         """The characters of a rendered conversation that the template writes for each message. An
-        end-of-sequence token behind all of them is the last one's."""
+        end-of-sequence token after the last message belongs to that message."""
         messages = numbered(chat.messages)
         marked = self._apply(replace(chat, messages=messages), template=self._with_marks)
         rendered, turns = find_turns(marked, len(messages))
@@ -199,8 +199,8 @@ class ChatRenderer:
     def _tokens_of(
         self, chat: Conversation, text: str, turns: list[list[range]], wanted: list[bool]
     ) -> TokensAndMask:
-        """The tokens of a text, and for each whether it is in one of the messages wanted; a token
-        across the border is, as with return_assistant_tokens_mask."""
+        """Token ids of a text, and a mask of the tokens in wanted messages. The mask covers a token
+        across a message's border, too, as return_assistant_tokens_mask does."""
         encoding = self.tokenizer(text, add_special_tokens=False, verbose=False)
         starts, ends = zip(*encoding.encodings[0].offsets, strict=True)
         mask = [False] * len(starts)
@@ -230,8 +230,8 @@ class ChatRenderer:
 
     @cached_property
     def _header(self) -> str:
-        """The text that the template writes before the assistant's: the part that its turns and the
-        generation prompt have in common. It ends before a tag that begins thinking."""
+        """The text that the template writes before the assistant's text: the common beginning of
+        the assistant's turns and the generation prompt, up to a tag that begins thinking."""
         for written, counted in _HEADERS.items():
             if written in self.template:
                 return counted
@@ -265,7 +265,7 @@ class ChatRenderer:
             try:
                 return self._render(messages, template, **options)
             except _REFUSALS:
-                # Some templates take the arguments of a call as JSON text only, some as an object.
+                # Some templates take a call's arguments only as JSON text, some only as an object.
                 others = [_with_other_arguments(message) for message in messages]
                 if others == messages:
                     raise
@@ -288,7 +288,7 @@ def _is_assistants(message: Message) -> bool:
 
 
 def _with_other_arguments(message: Message) -> Message:
-    """The message with the arguments of its calls as JSON text instead of objects, or parsed."""
+    """The message with the arguments of calls in the other form: JSON text or parsed."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -309,7 +309,7 @@ def _other_arguments(call: Any) -> Any:
 
 
 def _changed_call(call: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A call of a tool, with or without a `function` around name and arguments."""
+    """The tool call with changed fields, which may be in an object `function`."""
     if isinstance(call.get("function"), dict):
         return {**call, "function": {**call["function"], **changes}}
     return {**call, **changes}
@@ -318,7 +318,7 @@ def _changed_call(call: dict[str, Any], **changes: Any) -> dict[str, Any]:
 def _with_stops(
     messages: Sequence[Message], text: str, turns: list[list[range]]
 ) -> tuple[str, list[list[range]]]:
-    """Each assistant's turn with the role's token that ends it, which is written where none is."""
+    """Text and turns with the role token that ends an assistant's turn; inserted where missing."""
     turns = [list(turn) for turn in turns]
     for number in reversed(range(len(messages))):
         if not _is_assistants(messages[number]) or not turns[number]:
@@ -338,7 +338,7 @@ def _with_stops(
 
 
 def _in_parts(message: Message) -> Message:
-    """The message as templates of processors take it."""
+    """The message with its text as a list of parts, as templates of processors take it."""
     content = message.get("content")
     if not isinstance(content, str):
         return message

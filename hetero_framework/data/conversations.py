@@ -32,7 +32,7 @@ _ROLES = {
         *("tool", "observation", "ipython", "function", "tool_response", "function_response"),
         *("tool_result", "function_result", "tool_output", "function_output"),
     ),
-    "call": ("function_call", "tool_call"),  # the assistant's, with the call as its text
+    "call": ("function_call", "tool_call"),  # an assistant's message; its text is the call
 }
 _MEANING = {name: role for role, names in _ROLES.items() for name in names}
 _SYSTEM_FIELDS = ("system", "system_prompt", "system_message")
@@ -43,15 +43,15 @@ _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _NOT_SAID = ("role", "from", "type", "weight")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _TEXT_OF_CHAT = re.compile(r"\s*\[\s*\{\s*['\"](role|from|content|value)['\"]\s*:")
-_REMARKS = 20  # that are said
+_REMARKS = 20  # most remarks that are shown
 _WRAPPED = re.compile(r"\s*<(tool_\w+)>(.*)</\1>\s*", re.DOTALL)
 _MESSAGE_HINT = 'a message is {"role": "user", "content": "..."}'
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Checked messages, their place, and the example's variables for the template. An assistant's
-    message whose `weight` is 0 is not trained."""
+    """Checked messages, their place in the data, and variables for the template. A message whose
+    `weight` is 0 is not trained."""
 
     messages: list[Message]
     where: str
@@ -59,7 +59,7 @@ class Conversation:
 
 
 class Remarks:
-    """Remarks about examples: how many each is about, and the first of them."""
+    """Remarks about examples. Each has its number of examples and the place of the first."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[int, str]] = {}
@@ -88,8 +88,8 @@ class ConversationReader:
         self._names_role = cache(self._search_role)
 
     def read(self, record: Record, name: str) -> Conversation:
-        """The messages of the field `name` and the fields beside them. Null keys are left out: in
-        rows of Parquet every message has every key."""
+        """Read the messages of the field `name`, and the template's variables beside them. Null
+        keys are left out: in rows of Parquet every message has every key."""
         value = record.fields[name]
         if not isinstance(value, list) or not value:
             actual = "an empty list" if value == [] else json_type(value)
@@ -103,7 +103,7 @@ class ConversationReader:
         return Conversation(messages, record.where, self._arguments(record))
 
     def with_system(self, chat: Conversation, record: Record) -> Conversation:
-        """The conversation after the system prompt, where a field of the record holds one."""
+        """The conversation, begun with the system prompt if a field of the record holds one."""
         messages = chat.messages
         for name in _SYSTEM_FIELDS:
             text = record.fields.get(name)
@@ -158,7 +158,7 @@ class ConversationReader:
         return message
 
     def _set_role(self, message: Message, where: str) -> None:
-        """The role under OpenAI's name, unless the template has a name of its own for it."""
+        """Give the role OpenAI's name, unless the template knows the name in the data."""
         role = message["role"]
         meaning = _meaning(role)
         text = message.get("content", "")
@@ -182,7 +182,7 @@ class ConversationReader:
             )
 
     def _unwrap(self, message: Message, where: str) -> None:
-        """Take off tags around a tool's answer that the template writes, too. Raises DataError for
+        """Remove tags around a tool's answer if the template writes them, too. Raises DataError for
         calls that would be written twice."""
         content = message.get("content") or ""
         if "tool_calls" in message and "<tool_call>" in content:
@@ -200,7 +200,7 @@ class ConversationReader:
         return re.search(rf"role[^%{{}}]*['\"]{re.escape(role)}['\"]", self.template) is not None
 
     def variables(self, value: Any, prefix: str, where: str) -> dict[str, Any]:
-        """Checked `chat_template_kwargs`; `prefix` begins the messages about them."""
+        """Check and return `chat_template_kwargs`. Error messages begin with `prefix`."""
         if value is None:
             return {}
         if not isinstance(value, dict):
@@ -221,8 +221,8 @@ class ConversationReader:
         return dict(value)
 
     def _arguments(self, record: Record) -> dict[str, Any]:
-        """The fields of an example for the template: `tools`, or OpenAI's older `functions`, each
-        also as JSON text, and `chat_template_kwargs`."""
+        """Variables for the template: `chat_template_kwargs`, and `tools` or OpenAI's older
+        `functions`, whose lists may be JSON text."""
         fields, where = record.fields, record.where
         arguments = self.variables(fields.get("chat_template_kwargs"), f"{where}: ", where)
         tools = _json_list(fields.get("tools"), f"{where}: the field tools")
@@ -236,10 +236,11 @@ class ConversationReader:
 
 
 def as_messages(record: Record, *answers: str) -> Record:
-    """A prompt and these answers as messages, where one of them is: a text is what the user or the
-    assistant says, and messages that wait for an answer are a prompt, as in LLaMA-Factory. Messages
-    that all answers begin with go to the prompt, which they repeat, or which is not given: all of
-    them as TRL does it, of a single answer the prompt alone."""
+    """The record with prompt and answers as messages, if one of them is messages already. A text
+    becomes a message of the user or the assistant. Without a prompt, `messages` that wait for an
+    answer are the prompt, as in LLaMA-Factory. A prompt that a single answer repeats is taken off
+    the answer. If several answers repeat the prompt, or none is given, all messages that the
+    answers begin with alike become the prompt, as in TRL."""
     fields = {name: value for name, value in record.fields.items() if value is not None}
     for name in ("messages", "conversations"):
         chat = fields.get(name)
@@ -261,7 +262,7 @@ def as_messages(record: Record, *answers: str) -> Record:
             value = [{"role": role, "content": value}] if value or role == "assistant" else []
         fields[name] = [value] if isinstance(value, dict) else value
     if not all(isinstance(fields.get(name), list) for name in answers):
-        return Record(record.where, fields)  # refused where they are read
+        return Record(record.where, fields)  # refused when the fields are read
     asked, *chats = ([*map(_said, fields.get(name, ()))] for name in ("prompt", *answers))
     most = min(map(len, chats)) - 1
     alike = next((k for k in range(most) if any(c[k] != chats[0][k] for c in chats)), most)
@@ -286,7 +287,7 @@ def is_blank(value: Any) -> bool:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """The texts in a field: its own, those of messages, of parts, of turns in pairs."""
+    """All texts in a field: a text, or the texts of messages, of parts, or of pairs of turns."""
     if isinstance(value, str):
         yield value.strip()
     elif isinstance(value, dict):
@@ -297,7 +298,7 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def _named(item: Message) -> Message:
-    """Without null keys, and with the names that role and content have here."""
+    """The message without null keys, with `from` called role and `value` called content."""
     message = {key: value for key, value in item.items() if value is not None}
     for ours, theirs in (("role", "from"), ("content", "value")):
         if ours not in message and theirs in message:
@@ -310,7 +311,7 @@ def _meaning(role: str) -> str | None:
 
 
 def _said(item: Any) -> Message:
-    """A message by which it is told whether another one says the same."""
+    """The message in a form in which two messages that say the same are equal."""
     message = _named(item) if isinstance(item, dict) else {"content": item}
     role, content = str(message.get("role")), message.get("content")
     return {**message, "role": _meaning(role) or role, "content": " ".join(texts_of(content))}
@@ -323,7 +324,7 @@ def has_word(template: str, word: str) -> bool:
 
 @cache
 def _reserved() -> frozenset[str]:
-    """Names that are parameters of the function that renders."""
+    """Names that no variable may have: they are parameters of `apply_chat_template`."""
     from transformers import PreTrainedTokenizerBase
 
     apply = PreTrainedTokenizerBase.apply_chat_template
@@ -348,7 +349,7 @@ def _check_weight(message: Message, where: str) -> None:
 
 
 def check_media(fields: dict[str, Any], where: str) -> None:
-    """DataError for pictures and sound."""
+    """Raise DataError for pictures, videos and sound."""
     for name in _MEDIA:
         if fields.get(name):
             raise DataError(
@@ -374,7 +375,7 @@ def _joined(parts: list[Any], where: str) -> str:
 
 
 def _set_calls(message: Message, where: str) -> None:
-    """Tool calls as a list of objects, from OpenAI's older `function_call`, too."""
+    """Turn tool calls, or OpenAI's older `function_call`, into a list of objects."""
     if "function_call" in message:
         call = message.pop("function_call")
         if not isinstance(call, dict) or "tool_calls" in message:
@@ -398,8 +399,7 @@ def _set_calls(message: Message, where: str) -> None:
 
 
 def _calls(text: str) -> list[Message] | None:
-    """The calls in the text of a function_call message of ShareGPT; None where it is anything
-    else."""
+    """The calls in the text of ShareGPT's function_call message; None for any other text."""
     try:
         value = json_value(text, "")
     except DataError:
@@ -422,7 +422,7 @@ def _calls(text: str) -> list[Message] | None:
 
 
 def _json_list(value: Any, where: str) -> list[Any]:
-    """A list, or the JSON text of one; empty where there is none."""
+    """The list that `value` is, or is the JSON text of; an empty list for an empty value."""
     if isinstance(value, str) and value.strip():
         value = json_value(value, where)
     if not value and not isinstance(value, (bool, int, float)):

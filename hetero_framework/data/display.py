@@ -12,7 +12,7 @@ _QUIET_S = 0.5  # work that is done by then needs no display
 
 @contextmanager
 def display(what: str) -> Iterator[Callable[[str], None]]:
-    """One line that is gone at the end; call the function it gives with "12,000 examples"."""
+    """Show one line until the block ends. The given function updates it: "12,000 examples"."""
     from rich.console import Console
 
     began = time.monotonic()

@@ -18,7 +18,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 class ExampleSet(Protocol):
-    """A set of examples, by number. One that is not of text counts as a token."""
+    """A set of examples, by number. An example that is not text counts as one token."""
 
     def __len__(self) -> int: ...
 
@@ -42,27 +42,26 @@ class Rows(ExampleSet, Protocol):
 
 
 class StreamedRows(ABC):
-    """Rows that are made while a run goes on: a part of its state."""
+    """Rows that are made during a run, whose position is part of the run's state."""
 
     @abstractmethod
     def state(self) -> Any:
-        """Where they stand, as JSON types, for `restore` before any row is asked for. Any thread
-        may call it."""
+        """The position in the rows, as JSON types, for `restore`. Any thread may call this."""
 
     @abstractmethod
     def restore(self, state: Any) -> None:
-        """Raises DataError where what they are made of has changed."""
+        """Go on from a `state`, before any row is asked for. Raises DataError for changed data."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what makes them. It begins again where a row is asked for."""
+        """Stop making rows. Asking for a row begins anew."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """All rows end to end: ids int32 [tokens]; trained bool [tokens], whether it is a label;
-    offsets int64 [rows + 1], row i is ids[offsets[i]:offsets[i + 1]]; targets float32 [examples,
-    numbers of each] what an example has to be learned beside its tokens, if it has any."""
+    """All rows end to end. ids: int32 [tokens]. trained: bool [tokens], true where the token is a
+    label. offsets: int64 [rows + 1], where row i is ids[offsets[i]:offsets[i + 1]]. targets:
+    float32 [examples, numbers of each], numbers to be learned beside the tokens, if any."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -106,7 +105,7 @@ class Examples:
         )
 
     def taken(self, numbers: np.ndarray, each: int = 1) -> Examples:
-        """Examples of `each` rows by their numbers, in this order."""
+        """The examples with these numbers, in this order. An example has `each` rows."""
         rows = (numbers[:, None] * each + np.arange(each)).ravel()
         begins, lengths = self.offsets[rows], self.lengths[rows]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
@@ -149,7 +148,7 @@ class ExamplesBuilder:
         self._ends.append(len(self._ids))
 
     def add_targets(self, targets: Sequence[float]) -> None:
-        """The numbers that belong to an example; of each as many."""
+        """Add the targets of one example. All examples have equally many."""
         if targets:
             self._targets.append(targets)
 

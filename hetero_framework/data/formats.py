@@ -57,7 +57,7 @@ _FORMATS_HINT = (
 )
 _ASKED = r"(user_)?(prompt|question|query|instruction|problem|request|human)s?"
 _ANSWERED = r"(\w+_)?(answer|response|output|completion|solution|target|reply|assistant)s?"
-# The columns that may be meant by a name, for a hint.
+# Patterns of the columns that a hint suggests for a name.
 _CALLED = {
     **{"instruction": _ASKED, "input": r"inputs?|(\w+_)?(context|passage|document)s?"},
     **{"prompt": rf"{_ASKED}|inputs?", "output": _ANSWERED, "completion": _ANSWERED},
@@ -82,8 +82,8 @@ _UNSPACED = re.compile(
     r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\ua4cf\uf900-\ufaff\uff00-\uffef]"
 )
 _MESSAGES = ("messages", "conversations")
-# Names of fields with a part of the text to be learned, which are used, repeat what is, or are
-# refused; of those that weigh examples; and of those that hold tokens.
+# Names of fields that hold a part of the text to be learned: a field is used, repeats a used one,
+# or is refused. Then names of fields that weigh examples, and of fields that hold tokens.
 _PART = re.compile(
     r"(user_)?(prompt|question|query|instructions?|inputs?)|problem|context|history|messages"
     r"|conversations?|dialog(ue)?|system(_(prompt|message|instructions?))?|tools|functions"
@@ -117,8 +117,8 @@ Tokens = tuple[list[int], list[bool]]
 
 
 def detect_format(fields: dict[str, Any], where: str, text_field: str) -> str:
-    """The format of an example by the names of its fields, first of those that are not null;
-    DataError when none fits."""
+    """The format of an example by the names of its fields; fields that are not null decide first.
+    Raises DataError when no format fits."""
     for names in ([name for name in fields if fields[name] is not None], list(fields)):
         if "input_ids" in names:
             return "tokens"
@@ -144,7 +144,7 @@ def detect_format(fields: dict[str, Any], where: str, text_field: str) -> str:
 
 
 def columns_hint(fields: Collection[str], *layouts: Sequence[str]) -> str:
-    """The data.columns with which these fields have all names of one of the layouts."""
+    """A hint: the data.columns that give these fields all names of one of the layouts."""
     for names in layouts:
         found: dict[str, str] = {}
         for name in sorted(names, key=lambda name: name not in fields):
@@ -162,11 +162,11 @@ class Formatter:
     """Tokenises examples of one format."""
 
     keeps_whole = False
-    """Whether an example longer than max_length is left out, and not cut."""
+    """Whether an example longer than max_length is left out instead of cut."""
     weighs = True
     """Whether messages may have a weight."""
     label_rows = 0
-    """The last rows of an example that are labels, and not tokens."""
+    """Number of rows at the end of an example that hold labels instead of tokens."""
 
     def __init__(
         self,
@@ -179,15 +179,15 @@ class Formatter:
         self.options = options
         self.changed_prompts = 0
         self.num_cut = 0
-        """Examples that were cut as the tokenizer does it."""
+        """Number of examples that the tokenizer cut."""
         self.notes = Remarks()
         self.idle = Remarks()
-        """Of examples that teach nothing, or not what their kind is for."""
+        """Remarks on examples that teach nothing, or not what their kind is for."""
         self.answers = _ANSWERS.get(name, ())
         self.unused: dict[str, Any] = {}
         """Fields of examples that no part of training sees, with the first value of each."""
         self.renderer: ChatRenderer | None = None
-        """Once an example needed it."""
+        """Made when the first example needs it."""
         self._speaks: bool | None = None
         self._joints: dict[tuple[str, str], bool] = {}
         for option, without, needed in (
@@ -223,7 +223,7 @@ class Formatter:
         return [[tokens] for tokens in self(records)]
 
     def targets(self, records: list[Record]) -> list[Sequence[float]]:
-        """Numbers that are learned from each record beside its tokens, equally many of each."""
+        """Numbers to be learned beside the tokens of each record, equally many per record."""
         return [()] * len(records)
 
     def teaches(self, rows: list[Tokens]) -> bool:
@@ -236,9 +236,9 @@ class Formatter:
         return _FORMATS[self.name](self, records)
 
     def use(self, record: Record, *names: str, has_parts: bool = True) -> None:
-        """Note the fields of an example beside `names`, which are used. Raises DataError for those
-        that would have a part in what is learned: weights, tokens, and with `has_parts` texts that
-        the fields used do not repeat."""
+        """Note the fields of an example that are not used; `names` are the used fields. Raises
+        DataError for an unused field that would change what is learned: a weight, tokens, and with
+        `has_parts` a text that the used fields do not repeat."""
         check_media(record.fields, record.where)
         lost = [name for name, is_repeated in parts(record, names) if not is_repeated]
         if lost and has_parts:
@@ -261,7 +261,7 @@ class Formatter:
             self.unused.setdefault(name, value)
 
     def judge(self, record: Record, rows: list[Tokens], targets: Sequence[float]) -> None:
-        """Take an example, as it is kept, into `idle` where it teaches nothing."""
+        """Add a remark to `idle` where an example, as it is kept, teaches nothing."""
         given = [record.fields.get(name) for name in self.answers]
         if any(is_blank(each[-1:] if isinstance(each, list) else each) for each in given):
             self.idle.add("an answer is empty, which teaches only to end", record.where)
@@ -295,7 +295,7 @@ class Formatter:
         return self._pairs(pairs)
 
     def note_prompt(self, prompt: str, answers: Sequence[str], where: str) -> None:
-        """Remark on a text that is no prompt, that all answers begin with, or that one touches."""
+        """Note a missing prompt, one that all answers begin with, or one that an answer touches."""
         text = prompt.strip()
         if all(answer.lstrip().startswith(text) for answer in answers):
             what = "the answers begin with the prompt, which is read twice"
@@ -310,7 +310,7 @@ class Formatter:
         return tuple(self.tokenizer.get_added_vocab())
 
     def _touch(self, last: str, first: str) -> bool:
-        """Whether a space would stand between these letters, and be read by the tokenizer."""
+        """Whether a space is missing between these letters, and would change the tokens."""
         if (last, first) not in self._joints:
             written = bool(first) and not (last.isspace() or first.isspace())
             spaced = written and not any(_UNSPACED.match(letter) for letter in (last, first))
@@ -319,7 +319,7 @@ class Formatter:
         return self._joints[last, first]
 
     def _are_messages(self, record: Record, answer: str) -> bool:
-        """Whether an answer is messages. Raises DataError where that of a run's first was not."""
+        """Whether an answer is messages. Raises DataError if the run's first answer differs."""
         found = isinstance(record.fields.get(answer), list)
         self._speaks = found if self._speaks is None else self._speaks
         if found != self._speaks:
@@ -330,7 +330,7 @@ class Formatter:
         return found
 
     def _dialogues(self, record: Record, *answers: str) -> tuple[Conversation, list[Conversation]]:
-        """The prompt, and it with each of the answers. Raises DataError for one that is none."""
+        """The prompt, and the prompt with each answer. Raises DataError for what is no answer."""
         prompt, dialogues = self._conversation(record, "prompt"), []
         for name in answers:
             answer = self._conversation(record, name, system=False)
@@ -434,7 +434,7 @@ class Formatter:
         return self.reader.with_system(chat, record) if system else chat
 
     def _completion_mask(self, prompt: list[int], whole: list[int]) -> list[bool]:
-        """The completion begins where prompt and prompt + completion part, as in TRL."""
+        """The mask of the completion, which begins where prompt and whole differ, as in TRL."""
         same = common(prompt, whole)
         self.changed_prompts += same < len(prompt)
         if self.options.completion_only_loss is False:
@@ -473,8 +473,9 @@ _FORMATS: dict[str, Callable[[Formatter, list[Record]], list[Tokens]]] = {
 
 
 def parts(record: Record, used: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """The fields with a part of the text beside those used, and whether these hold all of its
-    texts in what is asked (of messages in an answer, too), or it holds the whole example."""
+    """Fields with a part of the text that are not used, and whether each repeats the used fields.
+    It does if all its texts are in the used fields that ask (of messages also in answers), or if it
+    is one text that holds the whole example."""
     for name in filter(_PART.fullmatch, record.fields):
         if name in used or is_blank(record.fields[name]):
             continue
@@ -515,7 +516,7 @@ def string_field(record: Record, name: str) -> str:
 
 
 def common(one: list[int], other: list[int]) -> int:
-    """How many tokens two rows begin with that are the same."""
+    """Number of equal tokens at the beginning of two rows."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -1,6 +1,6 @@
 """The kinds of examples that objectives are trained on: how they are read, kept and put together.
 
-The table `data` of the registry has them by name, and the rows that an example of each makes.
+The registry's table `data` has the kinds by name, each with the number of rows of an example.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Collate = Callable[[Any, Sequence[int] | np.ndarray, int, int | None], MicroBatc
 
 
 class Labels(Protocol):
-    """Of each label its name, in the order of their numbers, and the kind of loss."""
+    """The names of the labels, in the order of their numbers, and the kind of loss (`problem`)."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -38,23 +38,23 @@ class Labels(Protocol):
 
 
 class LabelReader(Protocol):
-    """Of a kind of examples with labels."""
+    """Finds the labels of a kind of examples that has labels."""
 
     def stated(self, config: Config, model_config: PretrainedConfig) -> Any:
         """Facts about the labels that the settings or the model's checkpoint have."""
 
     def find(self, records: Iterator[Record], stated: Any) -> Labels:
-        """The labels of the training data, as far as they are not stated (None: none is)."""
+        """The labels that are stated, or else found in the training data (None: none stated)."""
 
 
 @dataclass(frozen=True)
 class ExampleKind:
-    """`formats` are the values of data.format beside "auto", `formatter` reads records, `kept`
-    makes examples of tokenised rows, and `collate` a micro-batch of those with some numbers, padded
-    with a token to a multiple. `records` makes those of this kind of the records of a file.
-    A record has one field of each group of `needs`, and `numeric` numbers. `labels` are read where
-    there are some; `formatter` and `kept` are also told of them. `remarks` are lines on all
-    training examples."""
+    """How one kind of examples is read, kept and put together. `formats` are the values of
+    data.format beside "auto". `formatter` reads records, and `kept` makes examples of tokenised
+    rows. `collate` makes a micro-batch of the examples with given numbers, padded to a multiple.
+    `records` turns a file's records into records of this kind. A record has a field of each group
+    of `needs`; `numeric` names columns of numbers. `labels` finds the labels, if there are any;
+    `formatter` and `kept` then also take them. `remarks` gives lines on all training examples."""
 
     noun: str
     formats: tuple[str, ...]
@@ -69,7 +69,7 @@ class ExampleKind:
 
 
 def _formatter(first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Formatter:
-    """By the first record of a set of examples."""
+    """The formatter of a set of examples, by its first record."""
     kind: str = data.format
     if kind == "auto":
         kind = detect_format(first.fields, first.where, data.dataset_text_field)
@@ -88,8 +88,7 @@ def kind_of(name: str) -> ExampleKind:
 
 
 def objectives_of(first: Record) -> list[str]:
-    """The objectives that may be trained on examples with the fields of this one, the likeliest
-    first."""
+    """The objectives that may be trained on examples with this record's fields, likeliest first."""
     there = {name for name, value in first.fields.items() if value is not None}
 
     def suits(kind: str) -> bool:
@@ -103,7 +102,7 @@ def objectives_of(first: Record) -> list[str]:
 
     known = {name: needs_of(name) for name in registry.names("objectives")}
     found = [name for name, needs in known.items() if suits(needs.data)]
-    # Texts may have other fields.
+    # Objectives on texts come last, since texts may have other fields, too.
     return sorted(found, key=lambda o: (known[o].data == "text", known[o].task != "causal-lm"))
 
 
@@ -114,8 +113,8 @@ def formatter_for(
     data: DataConfig,
     labels: Labels | None = None,
 ) -> Formatter:
-    """The formatter of a set of examples, by the first of them; `labels` are those of a kind that
-    has some. Raises DataError where they are not of the kind that the objective is trained on."""
+    """The formatter of a set of examples, by the first record. `labels` are for kinds with labels.
+    Raises DataError for examples that are not of the kind that the objective is trained on."""
     examples = kind_of(kind)
     if data.format not in ("auto", *examples.formats):
         raise DataError(

@@ -34,7 +34,7 @@ _Lost = tuple[int | None, str]
 
 
 class RenderCheck:
-    """Checks the conversations of one run; `render` is a conversation as text."""
+    """Checks the conversations of one run; `render` turns a conversation into text."""
 
     def __init__(
         self, render: Callable[[Conversation], str], template: str, notes: Remarks
@@ -45,8 +45,8 @@ class RenderCheck:
         self._seen: dict[Any, list[_Lost]] = {}
 
     def __call__(self, chat: Conversation) -> None:
-        """Note the parts of the conversation that are left out. Raises DataError for the content of
-        a message or a tool call."""
+        """Note the parts of the conversation that the template leaves out. Raises DataError where a
+        tool call or the content of a message is left out."""
         shape = _shape(chat)
         if shape not in self._seen:
             self._seen[shape] = self._lost(chat)
@@ -62,15 +62,14 @@ class RenderCheck:
             self.notes.add(LEFT_OUT + part if part != _QUOTED else part, chat.where)
 
     def _lost(self, chat: Conversation) -> list[_Lost]:
-        """The lost parts: those of the messages of these numbers, which must not be lost, and
-        others."""
+        """The lost parts, each with its message's number, or None where it may be lost."""
         marks: dict[str, _Lost] = {}
         messages = [_Marker(index, marks).message(item) for index, item in enumerate(chat.messages)]
         text = self.render(chat)
         try:
             marked = self.render(replace(chat, messages=messages))
             lost = [place for mark, place in marks.items() if mark not in marked]
-        except DataError:  # the template looks into the texts
+        except DataError:  # the template refuses texts with marks
             lost = [
                 (index, _CONTENT)
                 for index, message in enumerate(chat.messages)
@@ -86,7 +85,7 @@ class RenderCheck:
                 if not isinstance(message[key], str) and not has_word(self.template, key):
                     lost.append((None, f"the field {key} of messages"))
         others = {key: value for key, value in chat.arguments.items() if key != "tools"}
-        with suppress(DataError):  # a template that needs them
+        with suppress(DataError):  # a template that needs tools
             if "tools" in chat.arguments and self.render(replace(chat, arguments=others)) == text:
                 lost.append((None, "tools"))
         return list(dict.fromkeys(lost))
@@ -110,7 +109,7 @@ class _Marker:
                 answer = self._marked(answer, _BESIDE if message.get("tool_calls") else _CONTENT)
                 marked[key] = thinking + end + answer
             elif key == "name" and message["role"] == "tool":
-                continue  # which call it answers
+                continue  # it says which call is answered
             elif isinstance(value, str) and key not in _PASSED_OVER:
                 name = "thinking" if key in _THINKING_KEYS else f"the field {key} of messages"
                 marked[key] = self._marked(value, name)
@@ -145,7 +144,7 @@ class _Marker:
 
 
 def _shape(chat: Conversation) -> Any:
-    """The part of a conversation that decides which parts a template writes: all but the texts."""
+    """All of a conversation but its texts, which decides what a template leaves out."""
     messages = tuple(
         (
             message["role"],

@@ -58,22 +58,22 @@ class Record:
 
 @dataclass(frozen=True)
 class Numeric:
-    """Columns of which the first that a table has holds numbers or true and false; with `or_names`
-    it may hold names instead."""
+    """Names of columns. The first of these that a table has holds numbers, or true and false; with
+    `or_names` it may hold names instead."""
 
     columns: tuple[str, ...] = ()
     or_names: bool = False
 
 
 TEXTS = Numeric()
-"""Of tables whose cells all stay texts."""
+"""For tables whose cells all stay texts."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of `data.train` or `data.eval`, found but not read. `kind` is a name of the
-    registry's table "files", saved (a `save_to_disk` folder), folder (of files), hub, or a name of
-    its table "parted", where `path` is the first file; that may have a weight."""
+    """One entry of `data.train` or `data.eval`, found but not read. `kind` is saved (a
+    `save_to_disk` folder), folder (of files), hub, or a name in the registry's tables "files" and
+    "parted". A "parted" source has its first file as `path`, and may have a weight."""
 
     name: str
     kind: str
@@ -86,7 +86,7 @@ class Source:
 
     @property
     def is_parted(self) -> bool:
-        """Whether it is a data set in several files, of the registry."""
+        """Whether the source is a data set in several files, of the registry's table "parted"."""
         return registry.has("parted", self.kind)
 
 
@@ -102,8 +102,8 @@ def find_sources(spec: str | tuple[str, ...] | list[str], base_dir: Path) -> lis
 
 
 def read_file(source: Source, numeric: Numeric = TEXTS) -> Iterator[Record]:
-    """Stream the examples of a file; `numeric` is of a table whose cells are texts. Raises
-    DataError, with file and line, for anything that is not an example, and where there is none."""
+    """Stream the examples of a file; `numeric` is for a table whose cells are texts. Raises
+    DataError, with file and line, for anything that is no example, and for a file without any."""
     assert source.path is not None
     told = (numeric,) * bool(registry.facts("files", source.kind).get("untyped"))
     record = None
@@ -114,7 +114,7 @@ def read_file(source: Source, numeric: Numeric = TEXTS) -> Iterator[Record]:
 
 
 def _blend(entries: list[str], base_dir: Path) -> list[Source] | None:
-    """Weights that alternate with data sets in several files."""
+    """The sources of a list in which weights and data sets in several files alternate, or None."""
     if len(entries) % 2 or not all(map(_NUMBER.fullmatch, entries[::2])):
         return None
     blend = []
@@ -130,7 +130,7 @@ def _blend(entries: list[str], base_dir: Path) -> list[Source] | None:
 
 
 def _parted(entry: str, path: Path) -> Source | None:
-    """The data set in several files that a path names: by their common prefix, or one of them."""
+    """The data set in several files that `path` names: the files' common prefix, or one file."""
     for name in registry.names("parted"):
         suffixes = registry.facts("parted", name)["files"]
         prefix = path.with_suffix("") if path.suffix in suffixes else path
@@ -144,7 +144,7 @@ def _parted(entry: str, path: Path) -> Source | None:
 
 
 def _parts_of(name: str) -> str:
-    """ "Megatron's .idx with .bin"."""
+    """A kind and its files, as in: Megatron's .idx with .bin."""
     return f"{name}'s {' with '.join(registry.facts('parted', name)['files'])}"
 
 
@@ -195,7 +195,7 @@ def _folder(entry: str, path: Path) -> Source:
 
 
 def data_files(folder: Path) -> list[Path]:
-    """The files of a folder that have the name of a readable kind, hidden ones aside."""
+    """The visible files of a folder whose suffix belongs to a readable kind."""
     return [file for file in visible_files(folder) if registry.has("files", _suffix(file))]
 
 
@@ -250,7 +250,7 @@ def open_source(entry: str, path: Path) -> Source:
 
 
 def _by_content(head: bytes) -> str | None:
-    """The kind of file that these first bytes tell, whatever its name."""
+    """The kind of a file with these first bytes, whatever its name; None if they do not tell."""
     for kind in registry.names("files"):
         begin = registry.facts("files", kind).get("begins")
         if begin is not None and head.startswith(begin.encode()):
@@ -265,7 +265,7 @@ def _how() -> str:
 
 
 def _check_content(entry: str, head: bytes, kind: str) -> None:
-    """DataError for first bytes that no kind of file here has."""
+    """Raise DataError for first bytes that no kind of file here has."""
     if not head:
         raise DataError(f"{entry} holds no example: it is empty")
     content = _magic(head)
@@ -331,7 +331,7 @@ class _Xz(io.RawIOBase):
 
 
 def _zstandard(path: Path) -> Any:
-    import pyarrow  # has what Python has from 3.14 on
+    import pyarrow  # has zstandard, which Python has from 3.14 on
 
     return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
 
@@ -344,11 +344,11 @@ _OPENED: dict[str | None, Callable[[Path], Any]] = {
 
 
 def lines(path: Path, *, newline: str | None = "\n", hint: str = "") -> Iterator[tuple[int, str]]:
-    """Number (from 1) and text of each line, without its end. With a `newline` of None a line also
-    ends at a carriage return alone; with "", too, and lines keep their ends. `hint` is for one that
+    """Number (from 1) and text of each line, without its end. With a `newline` of None or "" a line
+    also ends at a carriage return alone; with "" lines keep their ends. `hint` is for a line that
     is too long."""
     with reading(path) as file:
-        # What is not UTF-8 passes through, to be named with its line.
+        # Bytes that are not UTF-8 pass through here, so that the error can name their line.
         text = None
         if newline is None or not newline:
             text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline)
@@ -398,7 +398,7 @@ def shorten(text: str, limit: int = 60) -> str:
 
 
 def listed(names: Iterable[Any], most: int = 12) -> str:
-    """The first of these names, and how many more there are; "none" without any."""
+    """The first `most` names, and how many more there are; "none" without names."""
     found = list(names)
     more = f" and {len(found) - most:,} more" * (len(found) > most)
     return ", ".join(map(_named, map(str, found[:most]))) + more or "none"

@@ -29,20 +29,20 @@ from hetero_framework.data.sources import (
 from hetero_framework.errors import DataError
 
 _NAME = re.compile(r"[\w.-]+")
-_SHARDS = 64  # of a saved dataset, which are shuffled as files are
+_SHARDS = 64  # shards of a saved dataset, which are shuffled as files are
 _ONE_SPLIT = "it is one split; name train, or a slice of it such as train[:100] or train[10%:]"
 
 
 @dataclass(frozen=True)
 class Split:
-    """One split of a dataset; `names` are those of classes, by column."""
+    """One split of a dataset; `names` are the names of classes, by column."""
 
     read: Callable[[], Iterator[Record]]
     count: Callable[[], int]
     files: Sequence[Source] = ()
     names: Mapping[str, tuple[str, ...]] | None = None
     stream: Callable[[], Any] | None = None
-    """Where there are no files: a dataset that `datasets` streams."""
+    """Makes a dataset that `datasets` streams, for a split without files."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class SplitReader:
     whole: tuple[str, ...] = ("train",)
     dataset_config: str | None = None
     columns: Mapping[str, str] | None = None
-    """New names of columns, each with its old one."""
+    """The old name of each renamed column, by its new name."""
     numeric: Numeric = TEXTS
 
     @property
     def _numeric(self) -> Numeric:
-        """With the names that columns have in the files."""
+        """`numeric` with the names that the columns have in the files."""
         old = self.columns or {}
         return replace(
             self.numeric, columns=tuple(old.get(name, name) for name in self.numeric.columns)
@@ -104,7 +104,7 @@ class SplitReader:
                     yield from self._folder(source.name, source.path, source.kind, say)
 
     def of_rows(self, name: str, count: int) -> range:
-        """The rows of the split, which is one slice, in data of `count` rows."""
+        """The rows of the split in data of `count` rows. Raises DataError for several slices."""
 
         def no_rows() -> Iterator[Record]:
             return iter(())
@@ -141,7 +141,7 @@ class SplitReader:
     def _slices(
         self, name: str, splits: Mapping[str, Split], hint: str
     ) -> list[tuple[str, int, int | None]]:
-        """Split, first row and end of each part. The numbers are those of `datasets`."""
+        """Split, first row and end of each part, with the same rows as `datasets` takes."""
         if _NAME.fullmatch(self.split):
             self._check_names(name, [self.split], splits, hint)
             return [(self.split, 0, None)]
@@ -195,7 +195,7 @@ def _files(
     numeric: Numeric = TEXTS,
     names: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Split:
-    """`names` are those of classes, by column."""
+    """One split of all files; `names` are the names of classes, by column."""
 
     def read() -> Iterator[Record]:
         records = chain.from_iterable(read_file(source, numeric) for source in sources)
@@ -242,7 +242,7 @@ def _folder_splits(
     if unused := [file.relative_to(path).as_posix() for file in files]:
         shown = ", ".join(unused[:3]) + f" and {len(unused) - 3} more" * (len(unused) > 3)
         say(f"warning: {name} also holds {shown}, in no split, which is not read")
-    names = class_names(builder.info.features)  # as its README has them
+    names = class_names(builder.info.features)  # as the folder's README has them
     return {
         split: _files([open_source(str(file), file) for file in files], numeric, names)
         for split, files in splits.items()

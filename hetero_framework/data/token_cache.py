@@ -1,7 +1,7 @@
 """Cache of tokenised examples, by files, tokenizer and settings.
 
 An entry is a directory of memory-mapped arrays, named by a digest of all that the tokens depend on.
-It gets that name when it is complete, so several processes may write at once.
+An entry gets its name when it is complete, so several processes may write at once.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets", "pyarrow")
 
 @dataclass(frozen=True)
 class Entry:
-    """The place of one set of examples, whether or not it is there yet."""
+    """The place of one set of examples in the cache, whether or not it is filled yet."""
 
     path: Path
 
     def read(self) -> tuple[Examples, list[str]] | None:
-        """The examples and the lines to show with them; None where they are to be made."""
+        """The examples and the lines to show with them; None where the examples must be made."""
         if not self.path.is_dir():
             return None
         with suppress(OSError, ValueError, KeyError, TypeError, EOFError):
@@ -66,7 +66,7 @@ class Entry:
         return None
 
     def write(self, examples: Examples, report: Sequence[str]) -> None:
-        """Keep the examples where that is possible."""
+        """Keep the examples; without effect where the files cannot be written."""
         entry = {"fingerprint": examples.fingerprint, "report": list(report)}
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,8 +85,8 @@ class Entry:
 def find_entry(
     sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, settings: Any
 ) -> Entry | None:
-    """The place of these sources' examples; None where keeping them does not pay, or where their
-    inputs cannot be compared: a data set of the hub, a tokenizer written in Python."""
+    """The place of these sources' examples. None where keeping them does not pay, and for inputs
+    that cannot be compared: a data set of the hub, a tokenizer written in Python."""
     directory, content = cache_directory(), tokenizer_text(tokenizer)
     paths = [source.path for source in sources if source.path is not None]
     if directory is None or content is None or len(paths) < len(sources):
@@ -121,7 +121,7 @@ def _content_digest(file: Path) -> bytes:
 
 
 def tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Everything on which the tokens of a text depend."""
+    """All of a tokenizer that its tokens depend on; None for one written in Python."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

@@ -22,17 +22,17 @@ _ERRORS = (
     *(OSError, ValueError, TypeError, ImportError, LookupError, AttributeError, RuntimeError),
     *(ArithmeticError, AssertionError),
 )
-"""Exceptions of the library for files with unexpected values."""
+"""Exceptions that transformers raises for files with unexpected values."""
 _LOADED = ("tokenizer.json", repository.TOKENIZER)
-"""Files of which transformers needs one; else those of the table "bare_tokenizers" are
+"""transformers needs one of these files. Without any, the files of the table "bare_tokenizers" are
 looked for."""
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken*", "spiece*", "*.vocab")
 
 
 @dataclass(frozen=True)
 class TokenizersErrors(AbstractContextManager[None]):
-    """DataError, which begins with `what`, for what tokenizers raises for a file that it cannot
-    use: a bare `Exception`, or that of a panic in Rust, which is none."""
+    """Turns errors of the library tokenizers into DataError, whose text begins with `what`. The
+    library raises a bare `Exception`, or for a panic in Rust a class that is no `Exception`."""
 
     what: str = "the tokenizer cannot be used"
 
@@ -66,7 +66,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_place(config: Config) -> tuple[str, str | None]:
-    """Folder or hub name, and the revision on the hub."""
+    """The tokenizer's folder or hub name, and its revision on the hub."""
     model = config.model
     if model is None:
         raise DataError("the configuration has no model, so there is no tokenizer", hint=_HINT)
@@ -85,7 +85,7 @@ def tokenizer_place(config: Config) -> tuple[str, str | None]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Say clearly what transformers would report in passing or not at all."""
+    """Raise DataError for faults that transformers reports in passing or not at all."""
     files = [path for pattern in _FILES for path in sorted(folder.glob(pattern))]
     if not files:
         raise DataError(f"{folder} holds no tokenizer files", hint=_HINT)
@@ -96,7 +96,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub repository. Raises DataError, also where it is code."""
+    """The tokenizer of a folder or hub repository. Raises DataError, also for one that is code."""
     repository.refuse_code(name, revision, _SETTINGS, DataError, _CODE_HINT)
     if Path(name).is_dir():
         _check_folder(Path(name))
@@ -135,7 +135,7 @@ def _processors_template(name: str, revision: str | None) -> str | None:
 
 
 def settle_pad_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Have the tokenizer say which token pads, as TRL does; none where none can."""
+    """Set the tokenizer's pad token, as TRL does; to None where no token can pad."""
     try:
         index, _ = choose_pad_token(tokenizer, vocab_size)
     except DataError:  # padding_free needs none
@@ -147,9 +147,9 @@ def settle_pad_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 def choose_pad_token(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
 ) -> tuple[int, str]:
-    """Id of the token to pad with, and a sentence about it: the pad token, else end-of-sequence, as
-    in TRL, else unknown; one that the model has no embedding for is passed over. Padding is masked
-    and has no label, so the choice does not change the result."""
+    """Id of the token to pad with, and a sentence about it. It is the pad token, else
+    end-of-sequence, as in TRL, else unknown; a token that the model has no embedding for is passed
+    over. Padding is masked and has no label, so the choice does not change the result."""
     passed = []
     for role in ("pad", "eos", "unk"):
         token = getattr(tokenizer, f"{role}_token")

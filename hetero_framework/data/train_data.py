@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 1000  # records tokenised in one call
 _ENDS = ("bos", "eos", "cls", "sep")
-_NEAR = 4  # tokens, with white space between them
+_NEAR = 4  # most tokens from a token to the next, with white space between them
 _TWICE = (
     "warning: two {} follow each other: the text or the chat template has one, and the tokenizer or"
     " data.add_eos adds one (TRL does the same); leave one out"
@@ -54,7 +54,7 @@ _TWICE = (
 
 class Corpus(ABC):
     """Token ids that have an order of their own: a data set of the registry's table "corpora".
-    `line` is for the user, {} in it stands for the files."""
+    `line` is a line for the user, in which {} stands for the files."""
 
     @property
     @abstractmethod
@@ -66,7 +66,7 @@ class Corpus(ABC):
 
     @abstractmethod
     def held_out(self, seed: int) -> Rows:
-        """Those of an evaluation."""
+        """The samples of an evaluation."""
 
 
 class SourceMix(Protocol):
@@ -74,16 +74,16 @@ class SourceMix(Protocol):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Of the losses of the sources."""
+        """Names of the losses of the sources."""
 
     def mark(
         self, batch: MicroBatch, of_train: bool, rows: Sequence[Sequence[tuple[int, int]]]
     ) -> None:
-        """Add to a micro-batch the source of each token. `rows` has (example, tokens) of each part
-        of its rows."""
+        """Add to a micro-batch the source of each token. `rows` has, for each row, the example and
+        the number of tokens of each part."""
 
     def losses(self, named: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """The losses of the sources, from what the last stage gave of some micro-batches."""
+        """The losses of the sources, from the values that the last stage gave for micro-batches."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class TrainData:
     """Tokenised data and the order in which a run sees them; `report` is lines for the user."""
 
     examples: ExampleSet
-    eval_sets: dict[str, ExampleSet]  # by name, "" of one without
+    eval_sets: dict[str, ExampleSet]  # by name; a set without a name has ""
     order: SampleOrder
     settings: DataConfig
     pad_token_id: int
@@ -119,13 +119,13 @@ class TrainData:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens in the longest row, or of the longest example where one row holds several."""
+        """Tokens in the longest row; where a row holds several examples, in the longest example."""
         multiple = self.settings.pad_to_multiple_of or 1
         return math.ceil(self.longest / multiple) * multiple
 
     @property
     def state(self) -> Any:
-        """The state of training data that are made while the run goes on; None of others."""
+        """The state of training data that are made during the run; None for other data."""
         return self.examples.state() if isinstance(self.examples, StreamedRows) else None
 
     def restore(self, state: Any) -> None:
@@ -134,7 +134,7 @@ class TrainData:
             self.examples.restore(state)
 
     def close(self) -> None:
-        """End what makes training data."""
+        """Stop making training data."""
         if isinstance(self.examples, StreamedRows):
             self.examples.close()
 
@@ -154,7 +154,7 @@ class TrainData:
         return [self.collate(self.examples, rows) for rows in self.order.step_indices(step)]
 
     def micro_batch(self, rows: np.ndarray) -> MicroBatch:
-        """Of these examples."""
+        """The micro-batch of the training examples with these numbers."""
         return self.collate(self.examples, rows)
 
     def largest_batch(self, first_step: int) -> tuple[int, MicroBatch] | None:
@@ -215,9 +215,9 @@ def load_data(
     most: int | None = None,
     stated: Any = None,
 ) -> TrainData:
-    """Read, tokenise and check `data.train` and `data.eval`, of each the first `most` examples;
-    `stated` are the facts of `LabelReader.stated`, if they have labels. Raises DataError, with file
-    and line, for unusable examples, such as a token beyond the model's `vocab_size` embeddings."""
+    """Read, tokenise and check the first `most` examples of each set of data; data with labels need
+    the facts `LabelReader.stated`. Raises DataError, with file and line, for unusable examples,
+    such as one with a token beyond the model's `vocab_size` embeddings."""
     data = config.data
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')
@@ -243,7 +243,7 @@ def load_data(
         pad_token_id, sentence = 0, "no padding: the samples of a micro-batch make one row"
     else:
         pad_token_id, sentence = choose_pad_token(tokenizer, vocab_size)
-    # As the Trainer pads rows for classifiers; GPT-2's positions depend on the side.
+    # Classifiers' rows are padded on the Trainer's side: GPT-2's positions depend on it.
     pads_left = reader.labels is not None and tokenizer.padding_side == "left"
     said = [*report, sentence + ", on the left" * pads_left]
     told = reader.labels, pads_left, mixture if reader.tells_sources else None
@@ -253,8 +253,8 @@ def load_data(
 def _training_rows(
     config: Config, reader: Reader
 ) -> tuple[Rows, SampleOrder, Any, dict[str, ExampleSet]]:
-    """The training rows in their order, the mixture that they are of, if any, and the rows that are
-    held out of them."""
+    """The training rows, their order, the mixture that the rows come from, if any, and the rows
+    that are held out."""
     data, training = reader.data, config.training
     if data.streaming:
         stream = registry.needed("streams", "rows", "data.streaming")
@@ -300,7 +300,7 @@ def _twice(name: str, sources: list[Source]) -> Iterator[str]:
 
 
 def nothing_to_learn(name: str, count: int, cut: DataConfig | None) -> DataError:
-    """The error for a set of examples without a label, which may be `cut`."""
+    """The error for examples without a token to learn; `cut` has the max_length that cut them."""
     hint = "an example needs two tokens, and a trained one among the later"
     if cut is not None:
         hint = f"data.max_length={cut.max_length} cuts off all of it; raise it"
@@ -331,8 +331,8 @@ class Reader:
     labels: Labels | None = None
 
     def know_labels(self, stated: Any) -> None:
-        """Find the labels of the training data, for kinds that have some: those of all examples,
-        however few are looked at, since a file may be sorted by them."""
+        """Find the labels of the training data, for a kind that has labels. All examples are read,
+        even if only the first `most` are used, since a file may be sorted by its labels."""
         if self.kind.labels is not None:
             parts = replace(self, most=None).parts()
             records = chain.from_iterable(part.records() for part in parts)
@@ -365,7 +365,7 @@ class Reader:
 
     @property
     def tells_sources(self) -> bool:
-        """Whether there are losses of several sources."""
+        """Whether each of several sources has its own loss."""
         return len(self.data.sources) > 1 and self.training.data_kind == "text"
 
     def mixed(self) -> Any:
@@ -443,15 +443,15 @@ class Reader:
         return corpus
 
     def look_at(self, samples: Rows) -> None:
-        """Check the ids of the first samples, where a part of the data is looked at. In a run the
-        check is made when a sample is taken: a corpus is too large to be read first."""
+        """Check the ids of the first `most` samples, if `most` is set. In a run a sample is checked
+        when it is taken: a corpus is too large to be read first."""
         for number in range(min(self.most or 0, len(samples))):
             samples[number]
 
     def _make(
         self, name: str, sources: list[Source], split: str
     ) -> tuple[Examples, list[str], bool]:
-        """The examples, what to say of them, and whether another day gives the same."""
+        """The examples, the lines about them, and whether a later run would make the same."""
         whole = ("train",) if name.startswith("train") else ("test", "train")
         notes: list[str] = []
         reader = self._splits(split, whole)
@@ -482,7 +482,7 @@ class Reader:
     def _tokenise(
         self, name: str, records: Iterator[Record], formatter: Formatter, counts: Counter[str]
     ) -> Examples:
-        """Counts the examples read, cut to max_length and left out ("dropped")."""
+        """Tokenise; counts the examples read, kept, cut, and left out ("long", "dropped")."""
         builder = ExamplesBuilder()
         packs = self.data.packs(name)
         with TokenizersErrors(), display(f"tokenising data.{name}") as show:
@@ -506,8 +506,8 @@ class Reader:
     def kept(
         self, batch: list[Record], formatter: Formatter, counts: Counter[str], packs: bool = False
     ) -> Iterator[tuple[Record, list[Tokens], Sequence[float]]]:
-        """The rows and targets of the records that teach something; counts as `_tokenise`. With
-        `packs` rows are not cut, and those without a label are kept, too."""
+        """The records that teach something, with rows and targets; counts as `_tokenise` does. With
+        `packs` rows are not cut, and rows without a label are kept, too."""
         most = None if packs else self.data.max_length
         made = zip(batch, formatter.rows(batch), formatter.targets(batch), strict=True)
         counts["read"] += len(batch)
@@ -542,14 +542,14 @@ class Reader:
 
     @cached_property
     def _ends(self) -> dict[int, str]:
-        """The tokens for a beginning or an end; a tokenizer takes long to tell."""
+        """Tokens for a beginning or an end, by id; kept since a tokenizer takes long to tell."""
         roles = (f"{role}_token" for role in _ENDS)
         found = {getattr(self.tokenizer, f"{r}_id"): getattr(self.tokenizer, r) for r in roles}
         return {token: name for token, name in found.items() if token is not None}
 
     def _twice(self, ids: list[int]) -> Iterator[str]:
-        """Tokens for a beginning or an end that stand twice in a row, white space aside; of a
-        classifier at its ends only, for a pair of texts may have two between them."""
+        """Tokens for a beginning or an end that follow each other, white space aside. In a
+        classifier's row only its ends count: a pair of texts may have two such tokens between."""
         anywhere, last = self.labels is None, len(ids) - 1
         for token, name in self._ends.items():
             if ids.count(token) < 2:

@@ -1,4 +1,4 @@
-"""Attribution of a rendered conversation's characters to its messages.
+"""Finds which characters of a rendered conversation belong to which message.
 
 Every loop of the template over messages gets marks, which show in the text where each message
 begins. Apart from the marks, the text stays the template's own.
@@ -40,7 +40,7 @@ def mark_turns(template: str) -> str:
         elif taken and loops and loops[-1][1] == index:
             mark = _begin(loops[-1][0], taken)
         if mark is not None:
-            # White space after a tag belongs to how the tag closes, so the last one closes alike.
+            # A tag's closing decides on the white space after it: the endif closes like this tag.
             written += [
                 template[rest : tag.start(5)],
                 f"%}}{{% if true %}}{mark}{{% endif {close}",
@@ -56,12 +56,12 @@ def _begin(loop: int, variable: str) -> str:
 
 
 def numbered(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as a marked template takes them."""
+    """The messages with the numbers that a marked template writes."""
     return [{**message, NUMBER: number} for number, message in enumerate(messages)]
 
 
 def find_turns(marked: str, messages: int) -> tuple[str, list[list[range]]]:
-    """A marked rendering without its marks, and the characters in it of each message."""
+    """A marked rendering without its marks, and the ranges of each message's characters."""
     text, *pieces = _MARKS.split(marked)
     turns: list[list[range]] = [[] for _ in range(messages)]
     inside: dict[str, int] = {}  # loop: message, the innermost loop last

@@ -1,1 +1,1 @@
-"""Kinds of files of examples, one module each: the registry's table "files" has them by suffix."""
+"""Readers of files of examples, one module a kind; the registry's table "files" lists them."""

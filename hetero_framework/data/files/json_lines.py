@@ -36,7 +36,7 @@ def _at(where: str) -> Callable[[int], str]:
 
 
 class _RepeatedKeyError(ValueError):
-    """One of two values would be lost."""
+    """An object has one key twice, so one of the two values would be lost."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -52,8 +52,8 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 def parse(
     text: str, index: int, where: Callable[[int], str], hint: str | None = None, before: int = 0
 ) -> tuple[Any, int]:
-    """The value that begins at `index`, and where it ends. `before` is how many characters of its
-    first line stand before the text."""
+    """The JSON value that begins at `index`, and where it ends. `before` is the number of
+    characters that stand before `text` on its first line; errors count them in the column."""
     try:
         return _DECODER.raw_decode(text, index)
     except _RepeatedKeyError as error:

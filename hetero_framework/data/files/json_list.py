@@ -1,4 +1,4 @@
-"""JSON: a list of objects in one of several forms, of which a part at a time is in memory."""
+"""JSON: a list of objects in one of several forms, read part by part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HINT = 'write [{"text": "..."}, ...], {"data": [...]}, or one object per line (
 
 
 def records(path: Path) -> Iterator[Record]:
-    """A list of objects, {"data": [...]}, one object, or JSON Lines under the name .json."""
+    """Read a list of objects, {"data": [...]}, one object, or JSON Lines under the name .json."""
     with reading(path) as file:
         text = _JsonText(path, file)
         if text.next() not in ("[", "{", ""):
@@ -36,10 +36,10 @@ def records(path: Path) -> Iterator[Record]:
 
 
 class _JsonText:
-    """The text from a place on, which goes through the file."""
+    """The text of a file from a place on; the place moves through the file as values are taken."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        # What is not UTF-8 passes through, to be named with its line.
+        # Bytes that are not UTF-8 pass through here, so that the error can name their line.
         self._file = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
         self._path, self._text, self._index, self._line = path, "", 0, 1
         self._before = 0  # characters of the first line before the text
@@ -55,14 +55,14 @@ class _JsonText:
         return self._text[self._index : self._index + 1000]
 
     def next(self) -> str:
-        """The next character that is no space, which is not taken; none at the end."""
+        """The next character that is no space, without taking it; "" at the end."""
         while True:
             self._go(skip(self._text, self._index))
             if self._index < len(self._text) or not self._more():
                 return self._text[self._index : self._index + 1]
 
     def take(self, wanted: str) -> None:
-        """Go behind one of these characters."""
+        """Take one of the wanted characters. Raises DataError for any other."""
         if self.next() not in tuple(wanted):
             expected = " or ".join(map(repr, wanted))
             text = f"{self.where}: not JSON, expected {expected} at: {shorten(self.rest)}"
@@ -70,7 +70,7 @@ class _JsonText:
         self._go(self._index + 1)
 
     def value(self) -> Any:
-        """The value here, which is taken."""
+        """Take the value that begins here."""
         self.next()
         while True:
             try:
@@ -134,7 +134,7 @@ def _items(text: _JsonText) -> Iterator[Record]:
 
 
 def _object(text: _JsonText) -> Iterator[Record]:
-    """The object here, or the items of its list "data"."""
+    """Take the object that begins here: itself, or the items of its list "data"."""
     where, begun = text.where, text.taken
     fields: dict[str, Any] = {}
     text.take("{")

@@ -1,4 +1,4 @@
-"""Parquet, and the rows of any table of Arrow."""
+"""Parquet files, and the rows of any table of Arrow."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def _check_sizes(path: Path, about: Any) -> None:
 def table_records(
     name: str, read: Callable[[list[Any]], Iterator[Any]], what: str
 ) -> Iterator[Record]:
-    """The rows of parts of a table, of which `read` appends the schema first. Raises DataError for
-    a damaged one, with the last row, and for a column that is there twice or a row that is too
-    long."""
+    """The rows of a table as records. `read` appends the schema to its argument and then yields
+    parts of the table. Raises DataError for a damaged table, with the last row that was read, for
+    two columns of one name, and for a row that is too long."""
     import pyarrow
 
     number, schema = 0, list[Any]()
@@ -74,7 +74,7 @@ def table_records(
 
 
 def _twice(fields: Any) -> str | None:
-    """A name that two fields of a table, or of an object in it, have."""
+    """A name that two fields of a table, or of an object in it, share; None without one."""
     names = [field.name for field in fields]
     for field in fields:
         if names.count(field.name) > 1:
@@ -86,7 +86,7 @@ def _twice(fields: Any) -> str | None:
 
 
 def _parts(table: Any) -> Iterator[Any]:
-    """Parts of which each is as long as a row may be at most; None for a row that is longer."""
+    """Parts of the table, none longer than a row may be; None in place of a longer row."""
     if len(table) <= _ROWS and sum(map(_length, table.columns)) <= MAX_LINE_BYTES:
         yield table
     elif len(table) <= 1:
@@ -98,7 +98,7 @@ def _parts(table: Any) -> Iterator[Any]:
 
 
 def _length(column: Any) -> int:
-    """About the bytes of a column as JSON, each text as often as it is there."""
+    """About the bytes of a column as JSON. A text that several rows share counts in each row."""
     import pyarrow
     import pyarrow.compute as pc
 
@@ -123,13 +123,13 @@ def _length(column: Any) -> int:
 
 
 class ClassNumber(int):
-    """The number of a class, whose data set also says what all of them are called."""
+    """The number of a class, with the names that the data set gives all its classes."""
 
     names: tuple[str, ...] = ()
 
 
 def class_names(features: Mapping[str, Any] | None) -> dict[str, tuple[str, ...]]:
-    """Of columns with (lists of) a `ClassLabel` of `datasets`, what the classes are called."""
+    """Names of classes by column, for columns with (lists of) a `ClassLabel` of `datasets`."""
     found = {}
     for column, feature in (features or {}).items():
         while hasattr(feature, "feature"):
@@ -140,7 +140,7 @@ def class_names(features: Mapping[str, Any] | None) -> dict[str, tuple[str, ...]
 
 
 def with_class_names(row: dict[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """The row whose numbers of classes know their names."""
+    """The row with each class number as a `ClassNumber` that knows the names."""
     return {**row, **{name: _named(row[name], names[name]) for name in names.keys() & row.keys()}}
 
 
@@ -154,10 +154,10 @@ def _named(value: Any, names: tuple[str, ...]) -> Any:
 
 
 def row_converter(schema: pyarrow.Schema | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Makes of a row of a table one as JSON would have it; `schema` knows the features of
-    `datasets`. A column of objects has one type for all rows, so that each object has every key:
-    nulls that fill it up are left out, as TRL's `remove_none_values` does. Columns of JSON (the
-    `Json` feature of `datasets`) hold texts, which are parsed."""
+    """A function that turns a row of a table into a row as JSON has it. `schema` may hold features
+    of `datasets`. All objects of a column have the same keys; nulls that fill up missing keys are
+    left out, as TRL's `remove_none_values` does. Texts in columns of JSON (the `Json` feature of
+    `datasets`) are parsed."""
     names: dict[str, tuple[str, ...]] = {}
     if schema is not None and b"huggingface" in (schema.metadata or {}):
         from datasets import Features  # slow
