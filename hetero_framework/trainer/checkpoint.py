@@ -1,15 +1,15 @@
 """Checkpoints on disk: complete or not there at all.
 
     <root>/step_40/
-        stage-0.0.safetensors      one file per stage and part; all is its owner's alone
+        stage-0.0.safetensors      one file per stage and part; only the owner can read any
         stage-1.0.safetensors
         manifest.json              written last: what belongs here, with the hash of each file
 
 Tensors are keyed by parameter name ("weights/<param>", "optimizer/<state>/<param>"), never by
 rank, so a checkpoint can be read under any plan. A checkpoint is written in `step_40.tmp` and
 renamed when every byte is on the disk: a process killed at any moment leaves the old state or the
-new one, never a mixture. Two further names live for moments only: `step_40.old`, a complete
-checkpoint that is just being replaced, and `step_40.trash`, one that is being deleted.
+new one, never a mixture. Two further names exist for moments only: `step_40.old` is a complete
+checkpoint that is being replaced, and `step_40.trash` is a checkpoint that is being deleted.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ _log = logging.getLogger(__name__)
 
 
 class RefusedCheckpoint(CheckpointError):
-    """A checkpoint that may be complete and is not taken. No other step stands in for it, since a
-    person has to decide."""
+    """A checkpoint that may be complete is refused. No other step is taken instead, since a person
+    has to decide."""
 
 
 class CheckpointStore:
-    """The checkpoints of one run; what it does to them unasked is logged.
+    """The checkpoints of one run. Changes that nobody asked for are logged.
 
-    `save_total_limit` >= 1 is how many complete ones are kept (None: all). Those that are not
-    `lasting` outlive the process but not a power cut, since writing does not wait for the disk.
+    `save_total_limit` >= 1 is how many complete checkpoints are kept (None: all). Without `lasting`
+    writing does not wait for the disk: checkpoints outlive the process, but not a power cut.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class CheckpointStore:
         self.saved: set[int] = set()
         """Steps that this run has saved; a rotation, or a person, may have deleted some."""
         self._held: int | None = None
-        self._waiting: set[int] = set()  # to be deleted when it is not held any more
+        self._waiting: set[int] = set()  # steps to delete when they are no longer held
 
     @property
     def best_step(self) -> int | None:
-        """The best one that was saved, which no rotation deletes. A person may have."""
+        """The newest best step that was saved. No rotation deletes it, but a person may have."""
         return next((step for step in reversed(self.best_steps) if step in self.saved), None)
 
     def has(self, step: int | None) -> bool:
@@ -98,20 +98,20 @@ class CheckpointStore:
         return False
 
     def hold(self, step: int | None) -> None:
-        """Delete checkpoint `step` no earlier than the next call, since it is being read."""
+        """Keep checkpoint `step` until the next call, since it is being read."""
         self._held, waiting, self._waiting = step, self._waiting, set()
         for other in sorted(waiting):
             self.delete(other)
 
     def remove(self) -> None:
-        """Delete all of them, and the directory."""
+        """Delete all checkpoints, and the directory."""
         shutil.rmtree(self.root, ignore_errors=True)
 
     @contextmanager
     def begin(self, step: int) -> Iterator[CheckpointWriter]:
-        """A new checkpoint to write. Its `commit` makes it exist; without, it leaves no trace.
+        """A writer of a new checkpoint, which leaves no trace unless its `commit` is called.
 
-        This and all methods of the writer raise ResourceError for what cannot be written.
+        This and all methods of the writer raise ResourceError if something cannot be written.
         """
         directory = self.root / f"step_{step}.tmp"
         try:
@@ -155,8 +155,8 @@ class CheckpointStore:
         return [path for path in entries if _NAME.fullmatch(path.name)]
 
     def complete_steps(self, *, links: bool = False) -> list[int]:
-        """Steps that have a manifest, ascending; with `links` those, too, that are links, which
-        cannot be opened. Looks at names only; `resolve` looks inside."""
+        """Steps that have a manifest, ascending. With `links`, steps that are links are listed too,
+        although they cannot be opened. Only names are looked at; `resolve` looks inside."""
         steps = set()
         for path in self.paths():
             step, kind = _parsed(path.name)
@@ -170,9 +170,9 @@ class CheckpointStore:
     def resolve(self, which: int | str) -> CheckpointReader:
         """The checkpoint that `which` ("latest" or a step) means, after hashing all of it.
 
-        "latest" passes over damaged ones and logs a warning; a number never falls back. Raises
-        CheckpointError that lists the complete steps, RefusedCheckpoint for one that others may
-        have made or that this version cannot read.
+        "latest" passes over damaged checkpoints with a warning; a step never falls back. Raises
+        CheckpointError, which lists the complete steps, and RefusedCheckpoint for a checkpoint
+        that others may have made or that this version cannot read.
         """
         if which == "latest":
             return self._latest()
@@ -190,7 +190,7 @@ class CheckpointStore:
         problems = []
         for name in self._almost():
             _log.warning("ignored %s in %s: a checkpoint is called step_<number>", name, self.root)
-        # Also those without a manifest, since each one that is passed over is reported.
+        # Steps without a manifest too, since each step that is passed over is reported.
         parsed = (_parsed(path.name) for path in self.paths())
         for step in sorted({step for step, kind in parsed if kind in (None, "old")}, reverse=True):
             try:
@@ -209,7 +209,7 @@ class CheckpointStore:
         raise CheckpointError(f"there is no checkpoint in {self.root}", hint=hint)
 
     def _almost(self) -> list[str]:
-        """Names here that a person may take for a checkpoint's."""
+        """Names in the directory that a person may take for a checkpoint's name."""
         try:
             names = sorted(path.name for path in self.root.iterdir())
         except OSError:  # `paths` reports what is wrong
@@ -236,7 +236,7 @@ class CheckpointStore:
             return
         try:
             others = [step for step in self.complete_steps() if step != newest]
-        except CheckpointError as error:  # the new one is there; that alone matters
+        except CheckpointError as error:  # only the new checkpoint matters, and it exists
             _log.warning("%s", error.message)
             return
         limit = self.save_total_limit
@@ -247,7 +247,7 @@ class CheckpointStore:
             self.delete(step)
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint, or log why that cannot be done; one that is held, later."""
+        """Delete a checkpoint, or log why it cannot. A held checkpoint is deleted later."""
         if step == self._held:
             self._waiting.add(step)
             return
@@ -276,8 +276,8 @@ class CheckpointWriter:
         self._names: set[str] = set()
 
     def add(self, stage_index: int, part: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Write tensors as `stage-<stage_index>.<part>.safetensors`, forced to the disk. Raises
-        CheckpointError when a name was added before."""
+        """Write tensors as `stage-<stage_index>.<part>.safetensors`, forced to the disk if the
+        store is `lasting`. Raises CheckpointError when a tensor's name was added before."""
         if twice := sorted(self._names.intersection(tensors)):
             raise CheckpointError(f"checkpoint {self._step} got {twice[0]!r} from two stages")
         path = self._directory / f"stage-{stage_index}.{part}.safetensors"
@@ -298,7 +298,7 @@ class CheckpointWriter:
         self._names.update(tensors)
 
     def commit(self, manifest: dict[str, Any]) -> Path:
-        """Write the manifest, make the checkpoint exist under its name, delete the oldest ones.
+        """Write the manifest, rename the checkpoint to its name, delete the oldest checkpoints.
 
         `manifest` is JSON data about the run; the keys format_version, step, files and digest are
         added here. Returns the directory.
@@ -332,7 +332,7 @@ class CheckpointWriter:
         except (OSError, SafetensorError) as error:
             if getattr(of_system(error), "errno", None) not in _NO_SPACE:
                 raise _cannot_write(error, path) from error
-            shutil.rmtree(self._directory, ignore_errors=True)  # both sizes are those without it
+            shutil.rmtree(self._directory, ignore_errors=True)  # its space counts as free
             try:
                 free = f"{size(shutil.disk_usage(self._store.root).free)} are free"
             except OSError as problem:
@@ -368,14 +368,14 @@ class CheckpointReader:
         return sorted(self._file_of)
 
     def verify(self) -> CheckpointReader:
-        """Read every file and compare its hash. Raises CheckpointError naming the first bad one."""
+        """Compare the hash of every file. Raises CheckpointError that names the first bad file."""
         for entry in self.manifest["files"]:
             self._verify_file(entry)
         return self
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each of these tensors with its name, in the order of the files. Raises CheckpointError
-        at once for names that are absent."""
+        """Iterate over the named tensors as (name, tensor), in the order of the files. Raises
+        CheckpointError at once for names that are absent."""
         wanted = set(names)
         if missing := sorted(wanted.difference(self._file_of)):
             shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
@@ -474,7 +474,7 @@ class CheckpointReader:
 
 
 def _parsed(name: str) -> tuple[int, str | None]:
-    """The step of "step_40" or "step_40.old", and the ending of the latter."""
+    """The step in a name like "step_40" or "step_40.old", and its ending ("old") or None."""
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), match[2]

@@ -1,10 +1,10 @@
 """Checks that a checkpoint belongs to this run: refuses some differences and reports others.
 
-Compared are the settings as they were given (config/effects.py says which may change), and inputs
-that no setting describes: the training data as tokens, the evaluation data, tokenizer, chat
-template and the versions of libraries. The model's weights are compared once they are loaded, the
-members of a group of islands once they meet. Facts that an older checkpoint does not record are not
-compared.
+They compare the settings as given (config/effects.py says which may change) and inputs that no
+setting describes: the training data as tokens, the evaluation data, the tokenizer, the chat
+template and the versions of libraries. The model's weights are compared once they are loaded, and
+the members of a group of islands once they meet. Facts that an older checkpoint does not record are
+not compared.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _CONTENTS = {
 
 
 def identity(given: Config, data_fingerprint: str) -> dict[str, Any]:
-    """The model, the adapter and the data that make a run what it is; machines and plan are not
-    among them, except where layers are held in different precision."""
+    """The model, the adapter and the data that identify a run. Machines and plan do not count,
+    except for the precision in which layers are held."""
     assert given.model is not None
     model = {**given.model.model_dump(mode="json"), "quantization": given.kinds}
     return {
@@ -66,7 +66,7 @@ def adapter_settings(config: Config) -> dict[str, Any] | None:
 
 
 def contents(tokenizer: PreTrainedTokenizerBase | None, data: TrainData) -> dict[str, str | None]:
-    """Inputs of the result that are no settings, as hashes; None for those that do not exist."""
+    """Hashes of the inputs that are no settings, by name; None for an input that does not exist."""
     known = template = None
     if tokenizer is not None:
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
@@ -89,8 +89,8 @@ def versions() -> dict[str, str]:
 def check_identity(
     reader: CheckpointReader, resolved: Resolved, data: TrainData, now: Mapping[str, Any]
 ) -> None:
-    """Raise CheckpointError that names the settings that must not differ from the checkpoint's and
-    do; warn of permitted differences. `now` is the `contents` of this run."""
+    """Raise CheckpointError for data or settings that differ from the checkpoint's and must not.
+    Warn of permitted differences. `now` is the `contents` of this run."""
     changed = [
         (name, line, effects.effect_of(name, resolved.given))
         for name, line in _changed(reader.manifest, resolved)
@@ -128,10 +128,10 @@ def check_identity(
 
 
 def _changed(manifest: Mapping[str, Any], resolved: Resolved) -> Iterator[tuple[str, str]]:
-    """(setting, "it was A, now it is B") of each setting that differs."""
+    """Yield (setting, "it was A, now it is B") for each setting that differs."""
     if "given" in manifest:
         was, now = manifest["given"], resolved.given.to_dict()
-    else:  # an older version kept the decided settings, and of the given ones only the identity
+    else:  # an older version kept the decided settings, and only the identity as given
         was = {**manifest["config"]["settings"], "adapter": manifest["identity"]["adapter"]}
         now = {**resolved.config.to_dict(), "adapter": adapter_settings(resolved.given)}
     theirs, ours = effects.flat(was), effects.flat(now)
@@ -149,7 +149,7 @@ def _changed(manifest: Mapping[str, Any], resolved: Resolved) -> Iterator[tuple[
 
 
 def _is_same(name: str, was: Any, now: Any, base: str, config: Config) -> bool:
-    """Whether two ways of writing mean one thing: a folder, and a list of modules."""
+    """Whether two values mean the same folder, or the same modules in another order."""
     if isinstance(was, str) and isinstance(now, str):
         before, there = Path(base, os.path.expanduser(was)), config.path(now)
         return there.is_dir() and before.resolve() == there.resolve()
@@ -162,7 +162,7 @@ def _value_text(value: Any) -> str:
 
 
 def _inputs(manifest: Mapping[str, Any], step: int, now: Mapping[str, Any]) -> Iterator[str]:
-    """Differences in inputs that are no settings."""
+    """Yield a line for each difference in inputs that are no settings."""
     was = manifest.get("contents", {})
     yield from (
         text.format(step)
@@ -179,7 +179,7 @@ def _inputs(manifest: Mapping[str, Any], step: int, now: Mapping[str, Any]) -> I
 
 
 def _rate_line(manifest: Mapping[str, Any], now: TrainingConfig, data: TrainData) -> str | None:
-    """The effect of another schedule on the learning rate."""
+    """A line on the next step's learning rate, if another schedule changes it."""
     settings = manifest["config"]["settings"]["training"]
     known = {key: value for key, value in settings.items() if key in TrainingConfig.model_fields}
     try:
@@ -189,7 +189,7 @@ def _rate_line(manifest: Mapping[str, Any], now: TrainingConfig, data: TrainData
         before = LearningRate(was, order.total_steps).rate(done)
         after = LearningRate(now, data.total_steps).rate(done)
     except (ValidationError, UserError, KeyError):
-        return None  # by a version with other settings
+        return None  # written by a version with other settings
     if before == after:
         return None
     line = f"the learning rate of the next step was {before:.2e} and is {after:.2e} now"

@@ -1,7 +1,7 @@
 """The training loop. Read `train` first, then `Coordinator.train_step`.
 
 The coordinator owns the data, the schedule, the decision on every step, checkpoints and metrics.
-Its own stages run through the same class as a worker's. What follows a loss is in
+Its own stages run through the same class as a worker's. Recovery from the loss of a worker is in
 cluster/recovery.py, for which a `Coordinator` is the `RunLoop`.
 """
 
@@ -77,7 +77,7 @@ from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.units import plural
 
 _MARKS = ("log", "evaluate", "sample", "save")
-"""Of `Due`: kept with the state of a step, and "stop" before the last one."""
+"""Fields of `Due` that a checkpoint keeps. "stop" is kept too, unless the step is the last."""
 _MAX_FAILED_SAVES = 3
 _MAX_DEATHS = 3
 """Maximum deaths of one worker at one step."""
@@ -91,8 +91,8 @@ _log = logging.getLogger(__name__)
 class RunSummary:
     """The result of a finished run.
 
-    `steps` is its last step, `losses` are those of all steps, `metrics` the numbers of its last
-    step and last evaluation, `files` the places of what it left by their labels.
+    `steps` is the last step, `losses` has the loss of each step done here, and `metrics` has the
+    numbers of the last step and the last evaluation. `files` maps labels to the paths it left.
     """
 
     steps: int
@@ -103,8 +103,8 @@ class RunSummary:
     output_dir: Path = Path()
 
     def load(self, **settings: Any) -> Any:
-        """The trained model: a PeftModel, or a model of the library's class. `settings` are those
-        of from_pretrained."""
+        """The trained model: a PeftModel, or a model of the library's class. `settings` go to
+        from_pretrained."""
         return outputs.load_result(self.files, **settings)
 
 
@@ -123,19 +123,19 @@ def train(
     **given: Unpack[Given],
 ) -> RunSummary:
     """Train as the coordinator, from start to finish. No worker outlives the call. Without `access`
-    a machine that the configuration names as a worker's is refused.
+    the call is refused on a machine that the configuration names as a worker's.
 
     Args:
         resume: A step number or "latest"; overrides `resume_step`. Without it an interrupted run of
             this `output_dir` continues from its newest state, unless `fresh`.
-        replan: Go on without workers that stay away, and take them back.
-        workers: The workers of this machine, where they have been started before.
-        access: For the links to workers; `islands` is for those to other islands. Default: by the
-            keys that lie beside the configuration.
+        replan: Go on without workers that stay away, and take them back when they return.
+        workers: The workers of this machine, if they were started before the call.
+        access: For the links to workers; `islands` is for the links to other islands. Default: by
+            the keys beside the configuration.
         build: Builds the stages of this process.
         given: train_dataset, eval_dataset, processing_class, callbacks, compute_metrics and
-            preprocess_logits_for_metrics, see `Given`. Data and tokenizer stand in place of the
-            configuration's, and are saved in output_dir; callbacks of imported files come last.
+            preprocess_logits_for_metrics, see `Given`. Data and tokenizer replace the
+            configuration's and are saved in output_dir. Callbacks of imported files come last.
 
     Raises the HeteroError that fits the failure.
     """
@@ -261,7 +261,7 @@ class Coordinator:
         planned_s: float | None = None,
         computed: ComputedMetrics | None = None,
     ) -> None:
-        """`planned_s` is the predicted time of a step, made with the plan, where it is known;
+        """`planned_s` is the time of a step in seconds that the plan predicts, if it is known.
         `computed` are the user's metrics, if there are any."""
         self._prepared, self._computed = prepared, computed
         self._planned_s = planned_s
@@ -298,8 +298,8 @@ class Coordinator:
         self._may_last_s = math.inf
 
     def run(self, checkpoint: CheckpointReader | None, continued: bool = False) -> RunSummary:
-        """Do the whole run, from a checkpoint or from the beginning. `continued`: the run was cut
-        short, and the same command goes on."""
+        """Do the whole run, from a checkpoint or from the beginning. `continued`: the same command
+        goes on with a run that was cut short."""
         self._is_continued = continued
         self._cluster.recovery.note_death = self._note_death
         try:
@@ -421,8 +421,8 @@ class Coordinator:
         )
 
     def _return_to(self, state: TrainState) -> None:
-        """Take this state, which all stages have; drop the records of later steps."""
-        if state.step < self._state.step:  # due again with its step
+        """Go on from `state`, which all stages have, and drop the records of later steps."""
+        if state.step < self._state.step:  # the repeated steps note it again
             self._due = Due()
         self._state, self._epoch = state, self._epoch_before(state)
         self._losses = [entry for entry in self._losses if entry[0] <= state.step]
@@ -430,16 +430,15 @@ class Coordinator:
         log.set_step(state.step)
 
     def _take_plan_now(self, change: PlanChange) -> None:
-        """Between two steps: keep the state first, so that no step is repeated, then take the
-        plan."""
+        """Take a plan between two steps. The state is kept first, so that no step is repeated."""
         if self._checkpoints.hold(self._state):
             self._take_plan(change)
         else:
             _log.warning("the plan stays as it is: the state could not be kept")
 
     def _take_plan(self, change: PlanChange) -> None:
-        """Have all processes load their stages of another plan, with the newest state that is kept.
-        A loss meanwhile starts that again. Raises PeerLostError for a worker that stays away."""
+        """Have all processes load their stages of another plan, with the newest kept state. They
+        load again if a worker is lost meanwhile. Raises PeerLostError if a worker stays away."""
         reached = self._state.step
 
         def take() -> TrainState:
@@ -526,13 +525,13 @@ class Coordinator:
         self._due.save = True
 
     def _note_what_is_due(self, before: TrainState) -> None:
-        """Note what is due after the steps since `before`, and as in the Trainer at the end; a lost
-        worker delays it."""
+        """Note what is due after the steps since `before`; after the last step, as the Trainer
+        does. It stays due if a worker is lost before it is done."""
         training, due, state = self._config.training, self._due, self._state
         total, every = self._data.total_steps, self._data.steps_per_epoch
 
         def due_after(steps: float) -> bool:
-            """With islands several steps may be done at once."""
+            """Whether a multiple of `steps` is reached; with islands by several steps at once."""
             steps = interval(steps, total)
             return bool(state.step // steps > before.step // steps)
 
@@ -554,8 +553,8 @@ class Coordinator:
             )
 
     def _note_what_is_left(self) -> None:
-        """Note what was due after the last step of a run that was cut short, also by callbacks, and
-        is not done. Of that, a checkpoint comes last."""
+        """Note what a run that was cut short has not done after its last step, including what
+        callbacks asked for. A checkpoint comes last: it counts as done if nothing else is left."""
         state, due = self._state, self._due
         self._note_what_is_due(replace(state, step=state.step - 1))
         if state.due is not None:
@@ -609,7 +608,7 @@ class Coordinator:
             self.save()
 
     def _leave_epoch(self) -> None:
-        """Go on with the next epoch, as a callback wants it."""
+        """Go on with the next epoch, because a callback asked for it."""
         if not self._replicas.is_alone:
             _log.warning("an island cannot leave an epoch early: all train on one order of data")
             return
@@ -620,7 +619,7 @@ class Coordinator:
             self._checkpoints.begin(self._state)
 
     def _epoch_before(self, state: TrainState) -> float:
-        """The epoch, as the Trainer logs it, when the step before `state` was done."""
+        """The epoch that the Trainer logs for the last step that `state` has done."""
         return self._data.epoch_of(state.position - 1) if state.step else 0.0
 
     def train_step(self) -> None:
@@ -715,8 +714,8 @@ class Coordinator:
         return replace(self._state, due=tuple(m for m in marks if getattr(self._due, m)))
 
     def _count_of_substeps(self, due: Due, count: int) -> int:
-        """How many of a step's micro-batches are done when a callback ends the training or the
-        epoch between two. They run at the same time, so this is looked at when all are computed."""
+        """How many micro-batches of a step count: fewer than `count` if a callback ends the
+        training or the epoch between two of them. Callbacks are asked once all are computed."""
         for number in range(1, count):
             self._tell(Observer.substep_end, self._state, due)
             if (due.stop or due.stop_epoch) and self._replicas.is_alone:
@@ -733,8 +732,8 @@ class Coordinator:
 
     def evaluate(self) -> None:
         """Compute losses over each evaluation set, through the same pipeline. Training's random
-        numbers are functions of the step, so this does not affect them. A request to stop ends it
-        without a result."""
+        numbers are functions of the step, so an evaluation does not affect them. A request to stop
+        ends the evaluation without a result."""
         sets = self._data.eval_sets
         line: dict[str, Any] = {"step": self._state.step, "epoch": self._epoch}
         if "" not in sets:
@@ -754,7 +753,7 @@ class Coordinator:
     def _evaluated(self, name: str) -> dict[str, float]:
         """The metrics of an evaluation set.
 
-        `loss` is the Trainer's: the mean over samples of their batch's mean over tokens.
+        `loss` is the Trainer's: each batch's mean over tokens, averaged over all samples.
         `token_loss` is the mean over tokens, and `perplexity` its exponential.
         """
         training, pipeline = self._config.training, self._cluster.pipeline
@@ -790,7 +789,7 @@ class Coordinator:
             "perplexity": math.inf if mean >= 700 else math.exp(mean),
             "tokens": sum(items),
         }
-        # TRL's own loss of a batch without a label is 0; that of smoothed labels is none.
+        # For a batch without labels TRL's own loss is 0; with label smoothing the loss is NaN.
         of_none = math.nan if training.label_smoothing_factor else 0.0
         metrics = {
             "loss": sample_mean(sums, items, [*map(len, samples)], of_none),
@@ -810,7 +809,7 @@ class Coordinator:
 
     def sample(self) -> None:
         """Have the model continue the sample_prompts, through the same pipeline. A request to stop
-        ends it without a result."""
+        ends the sampling without a result."""
         sampler = self._prepared.sampler
         assert sampler is not None
         try:
@@ -826,8 +825,8 @@ class Coordinator:
         return () if mixture is None else mixture.metric_names
 
     def _measured(self, most: int | None = None) -> dict[str, float]:
-        """The objective's metrics of the micro-batches that were computed last, of `most` examples
-        of each where it takes no others."""
+        """Metrics of the micro-batches computed last: the objective's, and losses by data source.
+        Some objectives take only the first `most` examples of each micro-batch (None: all)."""
         pipeline = self._cluster.pipeline
         with pipeline.judging_outcomes():
             named: Sequence[Mapping[str, Tensor]] = [each.named for each in pipeline.outcomes]
@@ -838,7 +837,7 @@ class Coordinator:
             return {**self._objective.metrics(named), **of_sources}
 
     def _tokens(self) -> dict[str, int]:
-        """The tokens that were trained on so far, where they are wanted."""
+        """The number of tokens trained on so far, if the objective logs it."""
         return {"num_tokens": self._state.tokens} if self._objective.logs_num_tokens else {}
 
     def save(self) -> None:
@@ -877,7 +876,7 @@ class Coordinator:
         return RunSummary(self._state.step, losses, files, self._metrics, best, output)
 
     def _save_at_the_end(self) -> None:
-        """Save what was due and is not saved. The result matters more than the checkpoint."""
+        """Save the last state if that is due and not done. Without it the result is still made."""
         strategy, ends = self._config.training.save_strategy, not self._replicas.is_alone
         ends |= self._state.step >= self._data.total_steps
         is_due = strategy == "epoch" or (strategy == "steps" and ends)
@@ -887,8 +886,8 @@ class Coordinator:
                 self._tell(Observer.saved, self._state, self._due)
 
     def _make_result(self, lost: errors.PeerLostError | None = None) -> Path:
-        """Write the result, of the best checkpoint where it is wanted and exists; with a worker
-        `lost`, of a checkpoint. Returns its directory."""
+        """Write the result and return its directory. It has the best checkpoint's state if that is
+        wanted and exists, else the last state; with a worker `lost`, a checkpoint's state."""
         best, wanted = None, self._config.training.load_best_model_at_end
         if wanted and (best := self._checkpoints.best()) is None:
             _log.warning("there is no checkpoint of a best model: the last state is the result")
@@ -908,13 +907,13 @@ class Coordinator:
                 made: Path = rescue(self._prepared, self._checkpoints, self._state, error, best)
                 return made
             raise
-        with suppress(errors.PeerLostError):  # nothing of it is missing
+        with suppress(errors.PeerLostError):  # the result is complete
             self._cluster.retrying(self._cluster.pipeline.drain_commits)
         return result
 
     def _rescued(self, error: errors.HeteroError) -> str:
-        """Keep the state in spite of an error and, after the last step, make the result of it.
-        Returns the hint of the error, and where to find this."""
+        """Keep the state in spite of an error and, after the last step, make the result from it.
+        Returns the hint of the error, and where to find what was kept."""
         if self._is_finished:
             return ". ".join(filter(None, [error.hint, f"the result is complete: {self._result}"]))
         self._cluster.retrying(self._cluster.pipeline.abort)
@@ -927,7 +926,7 @@ class Coordinator:
         return advice if self._result is None else f"the result is in {self._result}. {advice}"
 
     def _export(self) -> Path:
-        """Write the result. If that fails, a checkpoint keeps the work; while neither can be
+        """Write the result. If that fails, a checkpoint keeps the work. While neither can be
         written, both are tried again, since the work exists in memory only."""
         for pause_s in (*_EXPORT_PAUSES_S, None):
             try:
@@ -944,8 +943,8 @@ class Coordinator:
         raise type(problem)(message, hint=self._checkpoints.advice(problem))
 
     def _keep_spans(self) -> None:
-        """Tell what was recorded. A worker's spans of a step come with its next answer, so those of
-        the last step come at the end."""
+        """Tell the observers the recorded spans. A worker's spans of a step come with its next
+        answer, so the spans of the last step come at the end."""
         taken = self._cluster.pipeline.take_spans()
         offsets = self._cluster.clock_offsets() if len(taken) > 1 else {}
         for owner, spans in taken.items():
@@ -958,8 +957,8 @@ class Coordinator:
         reports: list[GradientReport],
         part: StepPart,
     ) -> StepOutcome:
-        """Report why a step, of which this is the part here, is skipped; return the outcome with
-        the reason in words. Raises NumericError if values that are not finite keep coming."""
+        """Report why a step is skipped, and return the outcome with the reason in words. `part` is
+        this replica's part of the step. Raises NumericError if non-finite values keep coming."""
         fields: dict[str, Any] = {}
         action = ""
         if outcome.skip == "overflow":
@@ -989,8 +988,8 @@ class Coordinator:
             self._may_last_s = math.inf
 
     def _heed_stop(self) -> None:
-        """The pipeline's `check`: after a request to stop, interrupt what exceeds its time and
-        waits for silent workers. Nothing interrupted has changed a weight."""
+        """The pipeline's `check`: after a request to stop, interrupt work that exceeds its time or
+        waits for silent workers. Interrupted work has changed no weight."""
         if self._stop.requested is None:
             return
         waited_s, idle_s = self._stop.waited_s, self._cluster.pipeline.idle_s
@@ -999,7 +998,7 @@ class Coordinator:
             raise _Interrupted
 
     def _stop_early(self) -> NoReturn:
-        """After a signal: save, unless the user at the terminal says no, then end in order."""
+        """Save, unless the user at the terminal says no, and raise StoppedEarly."""
         where = f"stopped by {self._stop.requested} after step {self._state.step}"
         if self._due.is_open and not self._due.is_given_up:
             self._state = self._with_due()
@@ -1011,7 +1010,7 @@ class Coordinator:
 
 
 def _objects(config: Config, given: Given, replan: bool) -> set[str]:
-    """Arguments of `train` and imported functions for which a run needs an extra."""
+    """Names of the arguments, functions and saved plan for which a run may need an extra."""
     found = {
         "callbacks": given.get("callbacks") or control.imported_callbacks(),
         COMPUTE: given.get(COMPUTE) or control.function(COMPUTE),
@@ -1066,11 +1065,11 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
 def sample_mean(
     sums: Sequence[float], items: Sequence[int], sizes: Sequence[int], of_none: float
 ) -> float:
-    """The mean over samples of their batch's loss, as the Trainer's evaluation has it.
+    """The loss of an evaluation as the Trainer has it: batches' mean losses, averaged over samples.
 
     Args:
-        sums: The losses of each batch, added up over its `items`; `sizes` are its samples. Batches
-            without a finite loss are left out, unless that is all of them.
+        sums: Each batch's loss, summed over its `items`; `sizes` are the numbers of samples.
+            Batches without a finite loss are left out, unless no batch has one.
         of_none: The loss of a batch without items.
     """
     means = [total / n if n else of_none for total, n in zip(sums, items, strict=True)]
@@ -1080,7 +1079,7 @@ def sample_mean(
 
 
 def _total(numbers: Iterable[float]) -> float:
-    """Their exact sum; NaN where they have none."""
+    """The exact sum of the numbers; NaN if there is none."""
     try:
         return math.fsum(numbers)
     except (OverflowError, ValueError):  # beyond any float, or infinities of both signs
@@ -1088,7 +1087,7 @@ def _total(numbers: Iterable[float]) -> float:
 
 
 class _Interrupted(Exception):
-    """A request to stop has interrupted something."""
+    """A request to stop has interrupted the work under way."""
 
 
 __all__ = ["Coordinator", "RunSummary", "train"]

@@ -16,9 +16,8 @@ _log = logging.getLogger(__name__)
 
 
 def warn_of_a_small_disk(prepared: Prepared, store: CheckpointStore, done: int) -> None:
-    """Warn, with numbers, where two checkpoints or those that the run will keep at once do not fit
-    beside what is there; `done` steps are behind it. Raises CheckpointError for an odd directory.
-    """
+    """Warn if the disk lacks room for the checkpoints that the run adds, at least two. `done` is
+    the number of steps done. Raises CheckpointError if the directory cannot be read."""
     training = prepared.config.training
     if training.save_strategy == "no":
         return
@@ -42,7 +41,7 @@ def warn_of_a_small_disk(prepared: Prepared, store: CheckpointStore, done: int) 
 
 
 def checkpoints_at_once(training: TrainingConfig, total_steps: int, steps_per_epoch: int) -> int:
-    """The most complete checkpoints that the run has on its disk, the one being written included;
+    """The most checkpoints that the run has on its disk at once, including the one being written;
     at least 2."""
     every = steps_per_epoch
     if training.save_strategy == "steps":

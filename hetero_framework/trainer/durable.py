@@ -1,10 +1,10 @@
 """The durable step: the newest step whose whole state is on the coordinator, to go back to when a
 process dies.
 
-At intervals the trained weights and optimizer of all stages are copied to the coordinator, between
-the tasks of the next steps (`Pipeline.snapshot`). When the copy is complete, finite and hashed,
-that step is durable and replaces the one before. It is also written to `output_dir/.durable`,
-without waiting for the disk, so that it outlives this process; only a power cut costs more.
+At intervals the trained weights and optimizer states of all stages are copied to the coordinator,
+between the tasks of the next steps (`Pipeline.snapshot`). When the copy is complete, finite and
+hashed, its step is durable and replaces the durable step before. It is also written to
+`output_dir/.durable` without waiting for the disk: it outlives this process, but not a power cut.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _log = logging.getLogger(__name__)
 
 
 def interval_steps(copy_s: float, step_s: float) -> int:
-    """Steps from one copy to the next: the fewest that keep copying, which takes `copy_s` when
-    nothing else happens, within SHARE of the time; but a failure repeats at most MAX_STEPS steps
-    and MAX_WORK_S seconds of work, even where that costs more."""
+    """Steps from one copy to the next: the fewest that keep copying within SHARE of the time. An
+    undisturbed copy takes `copy_s`. A failure repeats at most MAX_STEPS steps and MAX_WORK_S
+    seconds of work, even if copying then takes more than SHARE."""
     wanted = math.ceil(copy_s / (SHARE * step_s))
     return max(1, min(wanted, MAX_STEPS, int(MAX_WORK_S / step_s)))
 
@@ -57,8 +57,8 @@ Cut = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class DurableStep:
-    """A step's whole state. `committed` is the last commit before it, by which hosts know it;
-    `cut` are the layers of its stages."""
+    """A step's whole state. Hosts know it by `committed`, the number of the last commit before it.
+    `cut` has the layers [start, end) of each stage."""
 
     state: TrainState
     committed: int | None
@@ -100,13 +100,13 @@ class DurableSteps:
         self._sealing: Future[DurableStep | None] | None = None
         self._begun_step = 0
         self.copy_s: float | None = None
-        """Seconds of a copy when nothing else happened, once there was one."""
+        """Seconds that the last undisturbed copy took; None before the first."""
         self._step_s: deque[float] = deque(maxlen=20)
         self._told: int | None = None
 
     @property
     def newest(self) -> DurableStep | None:
-        """The durable step, after a look at whether a later one is complete."""
+        """The durable step, after waiting for a later step that is being hashed and written."""
         if self._sealing is not None:
             wait_for([self._sealing], _SEAL_S)
             self._take_sealed()
@@ -118,8 +118,8 @@ class DurableSteps:
         return max(self._store.complete_steps(), default=0)
 
     def take(self, state: TrainState, *, write: bool = True) -> Mapping[int, HeldState] | None:
-        """Copy the state as it is now, and wait for it; None where it is not finite. Without
-        `write` it stays in memory. Raises LinkLost: do it again."""
+        """Copy the present state, wait for the copy and return it by stage; None if it is not
+        finite. Without `write` it stays in memory. After LinkLost, call this again."""
         newest = self.newest
         if newest is None or newest.state != state:
             began = time.monotonic()
@@ -133,7 +133,7 @@ class DurableSteps:
         """Note that a step is done and took `seconds`. Raises LinkLost."""
         self._take_sealed()
         if not self._step_s:
-            # With the optimizer's state, which the first commit makes, its size is known.
+            # The first commit makes the optimizer's state, so a copy has its full size now.
             self.take(state)
         self._step_s.append(seconds)
         if self._gathering is None and state.step - self._begun_step >= self.interval():
@@ -157,14 +157,14 @@ class DurableSteps:
         return steps
 
     def replanned(self, config: Config) -> None:
-        """Note that the run has other stages now; the durable step, of the former ones, stays."""
+        """Note that the run has other stages now. The former stages' durable step stays."""
         self._take_sealed(wait_s=_SEAL_S)
         self._gathering, self._cut = None, _cut(config)
         self._step_s.clear()
 
     def rewind(self) -> TrainState | None:
-        """Have every stage go back to the durable step, also under another plan than it was copied
-        under; None where there is none yet, or where its copy has changed in memory. Raises
+        """Have every stage go back to the durable step, even if it was copied under another plan.
+        Returns None if there is no durable step yet, or if its copy has changed in memory. Raises
         LinkLost and StagesLost."""
         if (step := self.newest) is None:
             return None
@@ -190,7 +190,7 @@ class DurableSteps:
             wait_for([self._sealing], _SEAL_S)
 
     def remove(self) -> None:
-        """Remove it all, since the run is finished."""
+        """Remove the durable step from the disk, since the run is finished."""
         self.close()
         self._store.remove()
 
@@ -205,7 +205,7 @@ class DurableSteps:
     def _arrived(self, stage: int, number: int, part: StatePart) -> None:
         gathering = self._gathering
         assert gathering is not None
-        # Its tensors are valid during this call alone.
+        # The part's tensors are valid only during this call.
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in part.tensors.items()}
         parts = gathering.parts.setdefault(stage, [])
         del parts[number:]  # read again over a new link
@@ -217,7 +217,7 @@ class DurableSteps:
             self._sealing = in_background(lambda: self._seal(gathering), "durable step")
 
     def _seal(self, gathering: _Gathering) -> DurableStep | None:
-        """Make and write the durable step, in a thread; None where it is not finite."""
+        """Hash and write the gathered state, in a thread. None if it is not finite."""
         state = gathering.state
         for stage, parts in sorted(gathering.parts.items()):
             for part in parts:
@@ -265,8 +265,8 @@ def write_stages(
     beside: Mapping[str, torch.Tensor],
     manifest: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> Path:
-    """Write a state that is in memory as a checkpoint, and what belongs to it `beside` the stages;
-    `manifest` gets its plain values."""
+    """Write a checkpoint of a state in memory: its `stages`, and the tensors `beside` them.
+    `manifest` makes the manifest from the state's plain values."""
     values: dict[str, Any] = {}
     for stage, held in sorted(stages.items()):
         for number, part in enumerate(held.parts):
@@ -278,10 +278,10 @@ def write_stages(
 
 
 BESIDE = "beside/"
-"""Prefix of the tensors in a checkpoint that are no stage's."""
+"""Prefix of the tensors in a checkpoint that belong to no stage."""
 
 
 def write_beside(writer: CheckpointWriter, number: int, beside: Mapping[str, torch.Tensor]) -> None:
-    """Write as if of a stage `number`, behind the last one."""
+    """Write the tensors `beside` the stages as those of a stage `number`, after the last stage."""
     if beside:
         writer.add(number, 0, {f"{BESIDE}{name}": tensor for name, tensor in beside.items()})

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class ComputedMetrics(Protocol):
-    """The metrics that the user computes of an evaluation's predictions."""
+    """The metrics that the user's functions compute from an evaluation's predictions."""
 
     def try_out(
         self, cluster: Cluster, step: int, evaluate: Callable[[str], Mapping[str, Any]]
     ) -> None:
-        """Have the user's functions work before the first step, `evaluate` where they need a whole
-        set. Raises ConfigError where one fails, or gives no number for the best model's metric."""
+        """Try the user's functions before the first step; `evaluate` gives them a whole set if they
+        need it. Raises ConfigError if they fail or give no number for the best model's metric."""
 
     def of_set(
         self,
@@ -35,14 +35,14 @@ class ComputedMetrics(Protocol):
         prefix: str,
         taken: Collection[str],
     ) -> dict[str, Any]:
-        """The metrics of an evaluation set, given the outcomes and labels of its micro-batches, the
-        beginning of their names, and names that they must not have. Raises CallbackError."""
+        """The metrics of an evaluation set, from the outcomes and labels of its micro-batches.
+        `prefix` is cut off their names. Raises CallbackError, also for a name in `taken`."""
 
 
 COMPUTE: Final = "compute_metrics"
 PREPROCESS: Final = "preprocess_logits_for_metrics"
 GIVEN = "given"
-"""Their directory in the run's output."""
+"""Directory of the given objects in the run's output."""
 
 
 class Given(TypedDict, total=False):
@@ -51,20 +51,20 @@ class Given(TypedDict, total=False):
     train_dataset: Any
     """A `datasets.Dataset`, or records (a list or another iterable of mappings)."""
     eval_dataset: Any
-    """The same, or a dictionary of several by their names."""
+    """Like train_dataset, or a dictionary of several data sets by name."""
     processing_class: Any
     """A tokenizer."""
     callbacks: Sequence[Any]
-    """Of transformers, instances or classes."""
+    """Callbacks of transformers, as instances or classes."""
     compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None
     """Called with all predictions of an evaluation set."""
     preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Any] | None
-    """Makes the predictions of logits and labels; otherwise they are the likeliest tokens."""
+    """Makes predictions from logits and labels; without it they are the likeliest tokens."""
 
 
 def with_objects(config: Config, given: Given) -> Config:
-    """The configuration that names the files of the data and the tokenizer that are given. Raises
-    DataError for data that hold no records, TypeError for what `train` does not take."""
+    """Save the given data and tokenizer, and return the configuration with their paths. Raises
+    DataError for data without records, TypeError for an argument that `train` does not take."""
     if unknown := sorted(given.keys() - Given.__annotations__.keys()):
         raise TypeError(f"train() got an unexpected keyword argument {unknown[0]!r}")
     train_dataset, eval_dataset = given.get("train_dataset"), given.get("eval_dataset")
@@ -73,7 +73,7 @@ def with_objects(config: Config, given: Given) -> Config:
     data: dict[str, Any] = {}
     if train_dataset is not None:
         data["train"] = _files("train_dataset", train_dataset, place / "train")
-        data |= {"train_split": "train", "mixing": "concatenate"}  # were those of data.train
+        data |= {"train_split": "train", "mixing": "concatenate"}  # the old values fit the old data
     if eval_dataset is not None:
         data |= {"eval_split": "test", "val_set_size": None}
     if isinstance(eval_dataset, Mapping):
@@ -92,7 +92,7 @@ def with_objects(config: Config, given: Given) -> Config:
 
 
 def _files(name: str, rows: Any, path: Path) -> str:
-    """Where these rows are saved; `name` is that of the argument."""
+    """Save the rows and return their path. `name` is the argument's name, for errors."""
     return str(_saved(_dataset(name, rows).save_to_disk, path))
 
 
@@ -113,7 +113,7 @@ def _dataset(name: str, rows: Any) -> Any:
 
 
 def _saved(save: Any, path: Path) -> Path:
-    """Save whole or not at all: an earlier run's may be there."""
+    """Save whole or not at all, since an earlier run's data may be there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

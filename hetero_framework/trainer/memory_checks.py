@@ -27,7 +27,7 @@ from hetero_framework.units import size
 
 Facts = Mapping[str | int, MachineFacts]
 _SMALL_CHUNK = 256 * 16
-"""Bytes for each word of the vocabulary that a loss of 256 tokens takes."""
+"""Bytes of the loss of 256 tokens, for each word of the vocabulary."""
 
 
 def devices_of(config: Config, facts: Facts) -> list[tuple[set[str | int], int]]:
@@ -41,8 +41,8 @@ def devices_of(config: Config, facts: Facts) -> list[tuple[set[str | int], int]]
 
 
 def with_one_memory(config: Config, local: Collection[str | int]) -> set[str | int]:
-    """Processes whose device shares the machine's memory, as far as that is known before they are
-    asked: by the kind of device, and by opening those of this machine, `local`."""
+    """Processes whose device shares the machine's memory, as known before they are asked. The kind
+    of device tells; the devices of the `local` processes, on this machine, are opened."""
     names = {owner: config.machine(owner).device for owner in config.plan.owners}
     opened = {o: attempt(partial(open_device, names[o])) for o in local if o in names}
     kinds = {owner: name.partition(":")[0] in ONE_MEMORY for owner, name in names.items()}
@@ -50,10 +50,10 @@ def with_one_memory(config: Config, local: Collection[str | int]) -> set[str | i
 
 
 def host_memory_lines(config: Config, one_memory: Collection[str | int]) -> list[str]:
-    """A line for each setting of all stages that does nothing: with this optimizer, or for the
-    processes in `one_memory`, whose device shares the machine's memory. Raises DeviceError where an
-    entry of their stages has such a setting, and ConfigError where host memory needs an extra that
-    is not here."""
+    """Lines on host-memory settings that do nothing: with this optimizer, or for the processes in
+    `one_memory`, whose device shares the machine's memory. Raises DeviceError if a shard_plan entry
+    of those processes sets such a thing itself, and ConfigError if host memory needs an extra that
+    is not installed."""
     for k in range(len(config.shard_plan)):
         if config.uses_host_memory(k):
             registry.needed("stages", "host_memory", f"shard_plan[{k}]: host memory for tensors")
@@ -90,8 +90,8 @@ def check_memory(
 ) -> None:
     """Raise PlanError if stages do not fit their device, or their machine's host memory.
 
-    Processes that share a device (CPU workers of one machine, two workers on one card) share what
-    is free, and all processes of a machine its host memory.
+    Processes that share a device (CPU workers of one machine, two workers on one card) share its
+    free memory. All processes of a machine share its host memory.
     """
     problems, ways = [], [""]
     for owners, free in devices_of(config, facts):
@@ -138,7 +138,7 @@ def _mib(nbytes: int) -> str:
 def _streaming(
     here: Sequence[StageMemory], owners: Collection[int | str], free: int, facts: Facts
 ) -> list[str]:
-    """The streamed layers with which the stages of a device fit; nothing where none do."""
+    """Advice on streaming so many layers that the stages of a device fit; empty if none helps."""
     room = {m.index: facts[m.stage.owner].host_free for m in here}
     counts = offload_layers(here, [k for k in room if room[k] is not None], [(owners, free)])
     there = [m.offloading(counts.get(m.index) or m.offload) for m in here]
@@ -154,7 +154,7 @@ def _streaming(
 def _ways(
     here: Sequence[StageMemory], config: Config, facts: Facts, model: PretrainedConfig
 ) -> list[str]:
-    """Settings that would need less memory, the largest share first; of sizes that can be less."""
+    """Settings that would need less memory, the largest share first; no size already smallest."""
     training, fact = config.training, facts[here[0].stage.owner]
     inputs = ["a smaller per_device_train_batch_size"] * (training.per_device_train_batch_size > 1)
     inputs += ["a smaller data.max_length"] * training.reads_text

@@ -31,13 +31,13 @@ def probe_longest_batch(
     model: PretrainedConfig,
     state: TrainState,
 ) -> None:
-    """Run it forward and backward on every stage, unless the next step has one as large. Raises
-    OutOfMemory with advice."""
+    """Run the longest micro-batch forward and backward on every stage, unless the next step has it.
+    Raises OutOfMemory with advice."""
     largest = data.largest_batch(state.position) if training.probe_longest_batch else None
     if largest is None or largest[0] == state.position:
         return
     step, batch = largest
-    # The reference may not have been asked yet.
+    # Stand-ins for the reference model's values, which may not have been computed yet.
     batch = {**objective_of(training).probe_inputs(model, batch), **batch}
 
     def run() -> None:
@@ -66,7 +66,7 @@ def shape(batch: MicroBatch) -> str:
 def advised(
     error: OutOfMemory, batch: MicroBatch, training: TrainingConfig, what: str
 ) -> OutOfMemory:
-    """The error with the micro-batch, and with the changes that would need less memory."""
+    """The error, with the shape of the micro-batch and with changes that would need less memory."""
     rows, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     smaller = "lower data.max_length"
     if rows > 1:

@@ -4,9 +4,9 @@
 learning_rate, tokens, tokens_per_second, step_seconds, micro_batches, pipeline_s, planned_s,
 predicted_s, stages: [{index, owner, busy_s, wait_s, forward_s, backward_s, activation_s,
 gradient_s, wire_s, bytes_in, bytes_out, direct_bytes_out, peak_memory, predicted: {memory}}, ...])
-and one per evaluation (step, eval_loss, eval_perplexity, ...; of several sets their names as
+and one per evaluation (step, eval_loss, eval_perplexity, ...; with several sets their names under
 "sets", and eval_<set>_loss, ...). A stage that streams layers also has "prefetch_misses": how often
-one was used before its copy had been asked for. A step that changed no weight has "skipped"
+a layer was used before its copy was asked for. A step that changed no weight has "skipped"
 (non-finite, overflow or rule) and its "reason" in words. JSON has no NaN: a value that is not
 finite is written as null.
 
@@ -42,16 +42,16 @@ class StepLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._bytes: int | None = None  # of complete lines, once one was written
+        self._bytes: int | None = None  # bytes of complete lines; None before the first write
         self._num_lost = 0
 
     def resume(
         self, step: int, stays: Callable[[Mapping[str, Any]], bool] = bool
     ) -> list[dict[str, Any]]:
-        """Drop every line of a step beyond `step`, those for which `stays` is false, and a last
-        line cut off by a crash; return the others.
+        """Drop the lines of steps after `step`, the lines for which `stays` is false, and a last
+        line cut off by a crash. Return the other lines.
 
-        The file is replaced in one rename. Raises DataError for a line that is not one of ours.
+        The file is replaced in one rename. Raises DataError for a line without a "step".
         """
         self._bytes = None
         try:
@@ -97,7 +97,7 @@ class StepLines:
         return dict(plain)
 
     def _append(self, data: bytes) -> None:
-        """Add `data` whole; the rest of a failed attempt is cut off first."""
+        """Append `data` whole, after cutting off what a failed attempt left."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab", buffering=0, opener=not_through_links) as file:
             if self._bytes is None:
@@ -113,18 +113,18 @@ SPEED = ("runtime", "samples_per_second", "steps_per_second")
 
 
 def is_evaluation(line: Mapping[str, Any]) -> bool:
-    """Whether a line of metrics.jsonl is that of an evaluation, not of a step."""
+    """Whether a line of metrics.jsonl is about an evaluation, not about a step."""
     return "loss" not in line
 
 
 def metric_name(of_set: str, name: str) -> str:
-    """A metric as the Trainer calls it; "" is an evaluation set without a name."""
+    """The Trainer's name for a metric of an evaluation set; "" is a set without a name."""
     return f"eval_{of_set}_{name}" if of_set else f"eval_{name}"
 
 
 def by_set(line: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The metrics of each set in an evaluation's line, as an only set's: {"math": {"eval_loss":
-    ...}}; "" is a set without a name."""
+    """The metrics of each set in an evaluation's line, named as if it were the only set: {"math":
+    {"eval_loss": ...}}. "" is a set without a name."""
     found: dict[str, dict[str, Any]] = {name: {} for name in line.get("sets", [""])}
     for key, value in line.items():
         fitting = [name for name in found if key.startswith(metric_name(name, ""))]
@@ -141,8 +141,8 @@ def stage_lines(
     after: Mapping[str | int, Traffic],
     memory_bytes: Mapping[WorkerId, int],
 ) -> list[dict[str, Any]]:
-    """The stages' figures of one step, for its line; `before` and `after` are each worker's traffic
-    when it began and ended, `memory_bytes` the predicted memory of each process."""
+    """The figures of each stage in one step, for the step's line. `before` and `after` are each
+    worker's traffic when the step began and ended; `memory_bytes` is predicted, by process."""
     lines, nothing, seen = [], (0, 0, 0.0, 0), set()
     for spec in stages:
         figures = statistics[spec.index]

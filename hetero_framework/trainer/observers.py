@@ -1,10 +1,10 @@
 """Observers of a run: the display, the files of metrics, and those that the registry has.
 
-Its table "observers" has them by the settings that ask for them, "reporters" by the names of
-training.report_to.
+The registry's table "observers" has them by the settings that ask for them, its table "reporters"
+by their names in training.report_to.
 
-The training loop names events, and no observer. A step that is repeated after a loss is told again,
-after `went_back`.
+The training loop knows events, but no observer. After the loss of a worker, `went_back` comes first
+and then the events of the repeated steps.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Due:
-    """What follows a step, or was left of it by an earlier process. Observers may change the first
-    six in every event that has it, in `begin` `done`, and in `between` `is_held`."""
+    """What is due after a step, or was left over by an earlier process. Observers may change the
+    first six fields in every event that gets a `Due`, `done` in `begin`, `is_held` in `between`."""
 
     log: bool = False
     evaluate: bool = False
@@ -51,15 +51,15 @@ class Due:
     save: bool = False
     stop_epoch: bool = False
     stop: bool = False
-    done: set[str] = field(default_factory=set)  # names of those, and "epoch": what is not left
-    was_evaluate: bool = False  # `evaluate` before the evaluation that is told
+    done: set[str] = field(default_factory=set)  # names of fields above, and "epoch": already done
+    was_evaluate: bool = False  # the value of `evaluate` before the evaluation
     is_epoch_over: bool = False
     is_epoch_told: bool = False
     is_given_up: bool = False  # a callback ended the step between two micro-batches
     is_open: bool = False  # not everything that follows the step is done
-    is_over: bool = False  # the training, since it was stopped
+    is_over: bool = False  # the training was stopped
     is_held: bool = False  # between two steps: an observer wants to be asked again before the next
-    is_saver: bool = True  # of several islands, the one that saves; known when all steps are done
+    is_saver: bool = True  # this island is the one that saves; set when all steps are done
 
     def mark(self, name: str, wanted: bool) -> None:
         """Note that something is wanted, unless it is done."""
@@ -69,8 +69,8 @@ class Due:
 
 @dataclass(frozen=True)
 class Placement:
-    """The stages under the plan in force: `prepared` has it, `facts` are those of the processes,
-    `direct` the boundaries with a link from worker to worker."""
+    """The stages under the plan in force. `prepared` has the plan, `facts` describe the processes,
+    and `direct` are the boundaries with a link from worker to worker."""
 
     prepared: Prepared
     facts: Facts
@@ -85,9 +85,9 @@ class Placement:
 
 @dataclass(frozen=True)
 class RunStart:
-    """A run as it begins or goes on: its stages, its number, all its steps, how often it logs, in
-    what its speed is counted, and the metrics that are shown. `is_continued`: it was cut short, and
-    the same command goes on."""
+    """A run as it begins or goes on. It logs every `logging_steps` steps, counts its speed in
+    `unit`s and shows the metrics in `measures`. `is_continued`: the same command goes on with a run
+    that was cut short."""
 
     placed: Placement
     run_id: str
@@ -100,11 +100,11 @@ class RunStart:
 
 
 class Observer:
-    """Told of the events of one run, in the coordinator's thread. Each does nothing by itself."""
+    """Hears the events of one run, in the coordinator's thread. Each method here does nothing."""
 
     def begin(self, state: TrainState, run: RunStart, due: Due) -> None:
-        """The stages have the state that the run begins or goes on with. `due` is told what was
-        done after that step already."""
+        """The stages have the state that the run begins or goes on with. An observer adds to
+        `due.done` what was done after that step already."""
 
     def went_back(self, state: TrainState) -> None:
         """The stages have an earlier state again; the steps after it are repeated."""
@@ -113,17 +113,17 @@ class Observer:
         """Other stages run the steps from now on."""
 
     def between(self, state: TrainState, due: Due) -> None:
-        """Another step would begin. A checkpoint that is marked is written at once; while the run
-        `is_held` this is told again and again."""
+        """The next step is about to begin. A checkpoint that is marked is written at once. While
+        the run `is_held`, this event is repeated."""
 
     def step_begin(self, state: TrainState, due: Due) -> None:
         """A step begins."""
 
     def substep_end(self, state: TrainState, due: Due) -> None:
-        """A micro-batch of a step is done, and not the last."""
+        """A micro-batch of a step is done, other than the last."""
 
     def given_up(self, line: Mapping[str, Any]) -> None:
-        """The step ends without a decision, as a callback wants it; `line` has what was done."""
+        """A callback ends the step, which changes no weight; `line` has what was done."""
 
     def before_commit(self, state: TrainState, due: Due) -> None:
         """The gradients of a step are complete, and it is decided whether weights will change."""
@@ -132,10 +132,10 @@ class Observer:
         """All stages were told to change their weights, or that the step is skipped."""
 
     def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:
-        """A step is done; `line` is that of metrics.jsonl."""
+        """A step is done; `line` is its line of metrics.jsonl."""
 
     def epoch_end(self, state: TrainState, due: Due) -> None:
-        """The last step of an epoch, or of the run, is done, and what was due after it."""
+        """The last step of an epoch or of the run is done, as is what was due after the step."""
 
     def log(self, state: TrainState, due: Due) -> None:
         """It is time to log."""
@@ -165,19 +165,19 @@ class Observer:
         """The result is written. `files` are lines for the user: a label and a path or text."""
 
     def leaves(self) -> Mapping[str, str | Path]:
-        """Lines for `files`: a label, and the path of a file or a command for it. A path where
-        there is nothing is left out."""
+        """Lines for the `files` of `finished`: a label, and the path of a file or a command. A path
+        that does not exist is left out."""
         return {}
 
     def close(self, failed: bool) -> None:
-        """The run has ended, with an error or without. What it raises ends the run."""
+        """The run has ended, with an error if `failed`. An error raised here ends the run."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """The run that an observer is made for, which begins as `placed`. `should_stop`: whether it is
-    not to wait any more; `callbacks`: those that `train` was given; `stop` requests a stop by the
-    one that it names; `at_end` has something done after the run's last event."""
+    """The run that an observer is made for; `placed` is how it begins. `should_stop()` says whether
+    to wait no longer. `callbacks` were given to `train` or imported. `stop(by)` requests a stop in
+    the name of `by`. `at_end(do)` has `do` called after the run's last event."""
 
     placed: Placement
     store: CheckpointStore
@@ -199,15 +199,15 @@ def extra_observers(run: Watched, objects: Collection[str]) -> Iterator[Observer
 
 
 class Observers:
-    """Tells each event to all observers, in their order. A context manager: it closes them, the
-    last one first. Within, threads of reporters that cannot write say so in a line."""
+    """Tells each event to all observers, in their order. As a context manager it closes them, the
+    last one first, and logs one line when a reporter's thread cannot write."""
 
     def __init__(self) -> None:
         self._observers: list[Observer] = []
         self._hook = threading.excepthook
 
     def watch(self, observers: Iterable[Observer]) -> None:
-        """Take further ones, one after the other, as they are made."""
+        """Add observers one by one, as `observers` makes them."""
         for observer in observers:
             self._observers.append(observer)
 
@@ -229,14 +229,14 @@ class Observers:
                 closing.callback(observer.close, kind is not None)
 
     def leave(self) -> dict[str, str | Path]:
-        """What all of them leave."""
+        """The lines that all observers leave, without paths that do not exist."""
         lines = (line for observer in self._observers for line in observer.leaves().items())
         return {k: v for k, v in lines if not isinstance(v, Path) or v.exists()}
 
     def tell(
         self, event: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """`event` is a method of `Observer`."""
+        """Call `event`, a method of `Observer`, on all observers."""
         for observer in self._observers:
             getattr(observer, event.__name__)(*args, **kwargs)
 
@@ -271,7 +271,7 @@ class Screen(Observer):
 
 
 class MetricsFile(Observer):
-    """metrics.jsonl."""
+    """Writes metrics.jsonl."""
 
     def __init__(self, output_dir: Path) -> None:
         self._lines = StepLines(output_dir / METRICS_FILE)
@@ -292,7 +292,7 @@ class MetricsFile(Observer):
 
 
 class EventLog(Observer):
-    """events.jsonl. Other code puts its events there through the log."""
+    """Opens events.jsonl and logs events; other code's events get there through the log too."""
 
     def __init__(self, events: log.Events) -> None:
         self._events = events

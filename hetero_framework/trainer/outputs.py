@@ -69,7 +69,8 @@ _HINTS = {
 class RunDirectories:
     """The directories of one run. Inside `with` they are locked, and writing there works.
 
-    Entering raises ConfigError, which names the setting, if one cannot be written or locked.
+    Entering raises ConfigError, which names the setting of a directory that cannot be written or
+    locked.
     """
 
     def __init__(self, config: Config, store: CheckpointStore) -> None:
@@ -135,17 +136,17 @@ class RunDirectories:
         self._locks.callback(do)
 
     def mark_unfinished(self) -> None:
-        """From now on the same command continues this run."""
+        """Mark the run, so that the same command continues it from now on."""
         with _tolerating(self._output):
             write_file(self._output / UNFINISHED_FILE, b"")
 
     def mark_finished(self) -> None:
-        """The next run here begins afresh."""
+        """Remove the mark, so that the next run here begins afresh."""
         with _tolerating(self._output):
             (self._output / UNFINISHED_FILE).unlink(missing_ok=True)
 
     def check_fresh(self) -> None:
-        """Raise ConfigError if a run that starts afresh would write among another's checkpoints."""
+        """Raise ConfigError if a fresh run would write among another run's checkpoints."""
         directory = self._config.checkpoints
         owner = _owner(directory)
         is_own = owner["run"] == self.run_id if owner else self._is_inside(directory)
@@ -159,8 +160,8 @@ class RunDirectories:
             )
 
     def set_aside(self) -> None:
-        """Move what this run left earlier into `previous-<n>`, then own `checkpoint_dir`. Nothing
-        of another run is touched."""
+        """Move what an earlier run of this `output_dir` left into `previous-<n>`, then own
+        `checkpoint_dir`. Files that runs of another `output_dir` left are not touched."""
         self.check_fresh()
         old = {path: Path("checkpoints", path.name) for path in self.store.paths()}
         old |= {path: Path("durable", path.name) for path in self._durable.paths()}
@@ -175,15 +176,15 @@ class RunDirectories:
         self.own_checkpoints()
 
     def tidy(self) -> None:
-        """Remove the rests of interrupted writes of checkpoints, and log it. A rest that cannot be
-        removed keeps no run from starting: the next checkpoint meets it."""
+        """Remove what interrupted writes of checkpoints left, and log it. If that fails, the run
+        still starts, and the next checkpoint tries again."""
         try:
             self.store.clean()
         except (OSError, HeteroError) as error:
             _log.warning("what an interrupted write left stays: %s", error)
 
     def set_later_aside(self, step: int) -> None:
-        """Move the checkpoints after `step` aside: the run goes on from there, maybe otherwise."""
+        """Set checkpoints after `step` aside, because the run may now go differently."""
         stores = {self.store: Path(), self._durable: Path("durable")}
         later = {
             store.root / f"step_{n}": place / f"step_{n}"
@@ -196,7 +197,7 @@ class RunDirectories:
             _log.info("moved the checkpoints after step %d to %s", step, target)
 
     def own_checkpoints(self) -> None:
-        """Mark `checkpoint_dir` as this run's, where it lies outside `output_dir`."""
+        """Mark `checkpoint_dir` as this run's, if it is outside `output_dir` or has a mark."""
         directory = self._config.checkpoints
         if not self._is_inside(directory) or _owner(directory) is not None:
             owner = {"run": self.run_id, "output_dir": str(self._output)}
@@ -239,7 +240,7 @@ class RunDirectories:
 
 @contextlib.contextmanager
 def _tolerating(directory: Path) -> Iterator[None]:
-    """A mark that cannot be written is no reason to end a run."""
+    """Only warn if a mark cannot be written: that is no reason to end a run."""
     try:
         yield
     except OSError as error:
@@ -280,7 +281,7 @@ def _probe(setting: str, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(setting: str, directory: Path) -> Iterator[None]:
-    """Two runs must not write into one directory."""
+    """Lock a directory, since two runs must not write into it."""
     lock, holder = FileLock(directory / ".lock"), directory / HOLDER_FILE
     try:
         lock.acquire(timeout=0)
@@ -294,7 +295,7 @@ def _locked(setting: str, directory: Path) -> Iterator[None]:
             f"{setting}: cannot lock {directory}: {error.strerror}", hint=_HINTS[setting]
         ) from error
     try:
-        started = psutil.Process().create_time()  # its number is another's one day
+        started = psutil.Process().create_time()  # process numbers are reused one day
         about = {"process": os.getpid(), "started": started, "host": platform.node()}
         with contextlib.suppress(OSError):  # the lock holds without it
             write_file(holder, json.dumps(about).encode())
@@ -306,7 +307,7 @@ def _locked(setting: str, directory: Path) -> Iterator[None]:
 
 
 def _holder(file: Path) -> str:
-    """The holder of the lock, from its entry there."""
+    """The holder of a lock in words, as its file beside the lock says."""
     try:
         holder = json.loads(file.read_text(encoding="utf-8"))
         return f"process {int(holder['process'])} on {one_line(str(holder['host']))}"
@@ -315,7 +316,7 @@ def _holder(file: Path) -> str:
 
 
 def export(prepared: Prepared, pipeline: Pipeline) -> Path:
-    """Write the finished artefact that the stages hold; returns its directory."""
+    """Write the result that the stages hold. Returns its directory."""
     config, plan, directory = prepared.config, prepared.adapter_plan, prepared.config.result_dir
     output = OutputDirectory(directory, overwrite=True)
     tensors = (part.tensors for _, _, part in pipeline.export())
@@ -334,8 +335,8 @@ def write_result(
     tensors: Iterable[Mapping[str, torch.Tensor]],
     step: int | None = None,
 ) -> None:
-    """Write an adapter as PEFT does, or (`plan` None) a Hugging Face checkpoint; complete, or an
-    error that lists what is missing. `generation` is `base_generation`; `step` None: the last."""
+    """Write an adapter as PEFT does or, with `plan` None, a Hugging Face checkpoint. Raises an
+    error that lists missing tensors. `generation` is `base_generation`; `step` None: the last."""
     assert config.model is not None
     card = run_card(config, model_config, step)
     model_config, generation = copy.deepcopy((model_config, generation))
@@ -355,7 +356,7 @@ def write_result(
 
 
 def result_files(config: Config, result: Path) -> dict[str, Path]:
-    """Label and place of what a run leaves, beside its observers' files."""
+    """Labels and paths of what a run leaves, without its observers' files."""
     files = {result.name: result, "metrics": config.output_dir / METRICS_FILE}
     files["checkpoints"] = config.checkpoints
     return {label: path for label, path in files.items() if path.exists()}
@@ -391,7 +392,7 @@ def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def load_result(files: Mapping[str, Path], **settings: Any) -> Any:
-    """The model of a finished run, as `from_pretrained` of its class gives it, or its family."""
+    """The model of a finished run, loaded by its class's `from_pretrained` or by its family."""
     if (adapter := files.get("adapter")) is not None:
         from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 
@@ -427,6 +428,6 @@ def command(*words: object) -> str:
 
 
 def typed(path: Path) -> Path:
-    """`path` as typed in this directory."""
+    """`path` relative to the current directory, if it is inside."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

@@ -17,7 +17,7 @@ from hetero_framework.trainer.setup import Prepared
 
 
 def planned(config: Config, access: Access, *, resume: int | str | None, fresh: bool) -> Config:
-    """The configuration, planned where shard_plan is "auto": as the run that goes on, or anew."""
+    """The configuration; the plan of the run that goes on, or a new plan, replaces "auto"."""
     is_unfinished = (config.output_dir / UNFINISHED_FILE).exists() and not fresh
     if resume or config.resume_step or is_unfinished:
         config = with_saved_plan(config)
@@ -30,8 +30,8 @@ def planned(config: Config, access: Access, *, resume: int | str | None, fresh: 
 
 @dataclass(frozen=True)
 class PlanChange:
-    """A plan to take, ready to be loaded, and the reason. `planned_s` is a step's expected time by
-    measurements under earlier plans, where they fit."""
+    """A plan that is ready to be loaded, and the reason to take it. `planned_s` is the expected
+    time of a step, by measurements under earlier plans; None where they do not fit."""
 
     prepared: Prepared
     reason: str
@@ -39,7 +39,7 @@ class PlanChange:
 
     @property
     def layers(self) -> str:
-        """The owner of each stage, in words."""
+        """The layers of each process, in words."""
         return layers_of(self.prepared.config.plan.stages)
 
 
@@ -49,21 +49,21 @@ def layers_of(stages: Sequence[StageSpec]) -> str:
 
 
 class Plans:
-    """The plans of one run; by itself, the one that it begins with."""
+    """The plans of one run. This class keeps the plan that the run begins with."""
 
     def __init__(self, prepared: Prepared, facts: Mapping[WorkerId, MachineFacts]) -> None:
-        """`prepared` is of the plan in force, `facts` are those of its processes."""
+        """`prepared` has the plan in force, and `facts` describe its processes."""
         self._prepared, self.facts = prepared, dict(facts)
 
     def after_step(self, seen: Profile) -> None:
         """Note that a step was done, with these times of stages and edges."""
 
     def changes(self, cluster: Cluster) -> Iterator[PlanChange]:
-        """The plans to take now, between two steps, each before the next one is asked for."""
+        """Yield plans to take now, between two steps. Each is taken before the next is made."""
         return iter(())
 
     def after_loss(self, lost: PeerLostError, away: Collection[WorkerId]) -> PlanChange:
-        """The plan of the workers that are not `away`. Raises `lost` where there is none."""
+        """The plan for the workers that are not `away`. Raises `lost` if there is none."""
         raise lost
 
     def taken(self, change: PlanChange) -> None:

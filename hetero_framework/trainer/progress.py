@@ -27,7 +27,7 @@ from hetero_framework.units import clock, share, size
 
 REDRAW_INTERVAL_S = 0.1
 RECENT_STEPS = 20  # speed and remaining time are means over these
-_FITS_MEMORY = 50  # characters of a terminal that is wide enough for all columns of the table
+_FITS_MEMORY = 50  # least width of a terminal, in characters, for all columns of the table
 
 
 @dataclass
@@ -51,14 +51,14 @@ class StageRow:
 
 
 class Progress:
-    """Shows a run. `metrics` are those of a line of metrics.jsonl; whatever is absent is not shown.
-    May be called from several threads."""
+    """Shows a run. `metrics` is a line of metrics.jsonl; what the line lacks is not shown. May be
+    called from several threads."""
 
     def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._encoding = getattr(self._stream, "encoding", None) or "utf-8"
         wants_live = _is_terminal(self._stream) if live is None else live
-        # Other terminals cannot write bars and ellipses; they get plain lines.
+        # Without UTF a terminal cannot show bars and ellipses, so it gets plain lines.
         self._is_live = wants_live and self._encoding.lower().startswith("utf")
         self._console = _Console(
             file=self._stream, force_terminal=self._is_live, highlight=False, emoji=False
@@ -76,11 +76,11 @@ class Progress:
         self._last: Mapping[str, Any] = {}
         self._evaluations: dict[str, str] = {}  # by set
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
-        self._begun: deque[int] = deque(maxlen=RECENT_STEPS)  # where each of them began
+        self._begun: deque[int] = deque(maxlen=RECENT_STEPS)  # the step before each recent one
         self._num_steps = 0
         self._tokens = 0.0
         self._seconds = 0.0
-        self._wire_bytes = self._between = 0  # within this star, and to other islands
+        self._wire_bytes = self._between = 0  # bytes within this star, and to other islands
 
     def start(
         self,
@@ -91,9 +91,9 @@ class Progress:
         unit: str = "tokens",
         measures: Sequence[str] = (),
     ) -> None:
-        """Begin; `resumed_step` is the last step that an earlier run completed. Without a terminal
-        a line is printed every `logging_steps` steps, and at the end. Speed is shown in `unit`s,
-        and of the metrics those that `measures` names."""
+        """Begin the display; `resumed_step` is the last step that an earlier run completed. Without
+        a terminal a line is printed every `logging_steps` steps and at the end. It shows the speed
+        in `unit`s, and the metrics that `measures` names."""
         with self._lock:
             self._unit, self._measures = unit, measures
             self._logging_steps = max(1, logging_steps)
@@ -108,15 +108,15 @@ class Progress:
                 self._print_stages()
 
     def replanned(self, stages: Sequence[StageRow]) -> None:
-        """From now on these stages run the steps."""
+        """Show these stages from now on."""
         with self._lock:
             self._stages = [replace(row) for row in stages]
             if not self._is_live:
                 self._print_stages()
 
     def away(self, worker: int | str, state: str | None) -> None:
-        """Show in the table that a worker is waited for ("paused 0:02:10"), or with None that it is
-        back. Log lines about it come from the code that waits."""
+        """Show in the table the `state` of a worker that is waited for ("paused 0:02:10"); None:
+        the worker is back. The code that waits logs the wait."""
         with self._lock:
             rows = [row for row in self._stages if row.owner == process_name(worker)]
             for row in rows:
@@ -178,7 +178,7 @@ class Progress:
             self._print(f"stage {index}: {row}")
 
     def _is_logged(self, before: int) -> bool:
-        """With islands a step may lead on by more than one."""
+        """Whether a line is due after this step. With islands a step may count for several."""
         return self._step // self._logging_steps > before // self._logging_steps
 
     def _account(self, metrics: Mapping[str, Any]) -> None:
@@ -267,7 +267,7 @@ class Progress:
         return Group(*parts)
 
     def _stage_table(self, width: int) -> Table:
-        """One line per stage. While a process is away its state stands in place of the figures."""
+        """One line per stage. While a process is away, its state replaces the figures."""
         step_s = self._last.get("step_seconds")
         figures = ["busy", "memory"] if width >= _FITS_MEMORY else ["busy"]
         if any(row.away for row in self._stages):
@@ -332,7 +332,7 @@ class Progress:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """rich would end the process here; a display that goes away must not end a run."""
+        """Raise an error instead of ending the process as rich does: the run must go on."""
         raise BrokenPipeError
 
 

@@ -17,18 +17,18 @@ MEASURES = {
     "accuracy": re.compile("(rewards/)?accurac(y|ies)|mean_token_accuracy"),
     "reward": re.compile("rewards/(margins|chosen|rejected)|margin|(min|mean|max)_reward"),
 }
-"""What objectives measure that is shown beside losses, by kind."""
+"""Names of the objectives' measures that are shown beside losses, by kind."""
 Points = tuple[list[int], list[float]]  # steps and values, NaN where one was not finite
 
 
 def loss_of(name: str = "") -> str:
-    """The name of the loss of an evaluation set; "" is one without a name."""
+    """The name of the loss of an evaluation set; "" is a set without a name."""
     return f"eval_{name}_loss" if name else "eval_loss"
 
 
 def read_steps(folder: Path, find: Callable[[list[Mapping[str, Any]]], _T]) -> _T | None:
     """The result of `find` on the lines of a run's metrics.jsonl; None without such a file. Raises
-    UserError for one that is damaged."""
+    UserError if the file is damaged."""
     file = folder / _FILE
     if not file.exists():
         return None

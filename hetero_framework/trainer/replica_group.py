@@ -14,15 +14,15 @@ from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 
 CountItems = Callable[[Sequence[MicroBatch]], int]
-"""The label tokens that a step's loss is a mean over."""
+"""Counts the label tokens over which a step's loss is averaged."""
 
 
 @dataclass(frozen=True)
 class StepPart:
-    """This replica's part of a step. `number` is the step of the data's order that its random
-    numbers follow from, `samples` are those of each of its `batches`, by their numbers in the data,
-    `num_items` the label tokens of the step on all replicas; with `group` the gradients are summed
-    over them, whose micro-batches, `first_micro_batch` of them, come first."""
+    """This replica's part of a step. `number` is the step in the data's order, which random numbers
+    follow from. `samples` has the numbers in the data of each batch's samples. `num_items` counts
+    the step's label tokens on all replicas. With `group`, gradients are summed over the replicas,
+    and `first_micro_batch` micro-batches of other replicas come before the ones here."""
 
     number: int
     batches: list[MicroBatch]
@@ -33,17 +33,17 @@ class StepPart:
 
 
 class ReplicaGroup(Protocol):
-    """The replicas of a model; by itself, a group of one. In each step the methods are called in
-    the order in which they stand here; all but the first may raise ReplicasChanged."""
+    """The replicas of a model; this class is a group of one. In each step the methods are called in
+    the order of their definition. All but `ready` may raise ReplicasChanged."""
 
     is_alone: bool = False
     """Whether this replica is the whole group."""
     saves: bool = True
-    """Whether this replica writes the checkpoints, and all agree on its state."""
+    """Whether this replica writes the checkpoints, and all replicas agree on its state."""
 
     def ready(self, state: TrainState) -> TrainState:
-        """Before a step: the state that it begins with, which is that of `state` unless this
-        replica has taken over another one's."""
+        """The state that the next step begins with: `state`, unless this replica has taken over
+        another replica's state."""
         return state
 
     def part(self, state: TrainState, data: TrainData, count_items: CountItems) -> StepPart:
@@ -57,17 +57,17 @@ class ReplicaGroup(Protocol):
         return local
 
     def decide(self, outcome: StepOutcome, norm: Tensor) -> tuple[StepOutcome, Tensor]:
-        """The step's outcome, the same in every replica, and the norm of the gradients, given those
-        of this replica."""
+        """The step's outcome and the norm of its gradients, equal in every replica, given this
+        replica's `outcome` and `norm`."""
         return outcome, norm
 
     def elsewhere(self) -> tuple[str, ...]:
-        """After a step that is skipped as non-finite: the other replicas whose losses or gradients
-        are not finite; none where this one's are not."""
+        """After a step skipped as non-finite: the other replicas with non-finite losses or
+        gradients; empty if this replica has such values itself."""
         return ()
 
     def after_step(self, before: TrainState, state: TrainState) -> TrainState:
-        """After the step, which led from `before` to `state`: the state to go on with."""
+        """The state to go on with after a step that led from `before` to `state`."""
         return state
 
     def metrics(self) -> Mapping[str, Any]:
@@ -75,15 +75,15 @@ class ReplicaGroup(Protocol):
         return {}
 
     def went_back(self, state: TrainState) -> None:
-        """Note that this replica has returned to an earlier state; `ready` with it follows."""
+        """Note that this replica is back at an earlier state; a call of `ready` with it follows."""
         return
 
     def finished(self, state: TrainState) -> TrainState:
-        """After all steps: the state that the run ends with, which all replicas have."""
+        """The state that the run ends with after all steps, equal in every replica."""
         return state
 
     def close(self, reason: str) -> None:
-        """End this replica, whose steps may be done; safe to call more than once."""
+        """End this replica, its steps done or not. Safe to call more than once."""
         return
 
 

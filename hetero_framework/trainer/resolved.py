@@ -29,7 +29,7 @@ class Resolved:
 
     @classmethod
     def start(cls, config: Config) -> Resolved:
-        """Nothing decided yet."""
+        """The configuration with nothing decided yet."""
         return cls(config, config)
 
     def decide(self, setting: str, value: Any, reason: str) -> Resolved:

@@ -74,8 +74,8 @@ def _last_figures(config: Config, step: int | None) -> dict[str, tuple[int, floa
 
 
 def _hub_names(config: Config, spec: str | tuple[str, ...]) -> list[str]:
-    """The data sets among these sources that are the hub's, not an imported file's. Where the
-    configuration's folder is on another machine, nothing tells a file from a name on the hub."""
+    """The data sets of the hub among these sources. Empty if the configuration's folder is on
+    another machine, since a file cannot be told from a name on the hub then."""
     if not config.training.reads_text or not config.base_dir.is_dir():
         return []
     try:

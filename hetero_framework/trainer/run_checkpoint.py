@@ -1,8 +1,8 @@
 """Saves a run's whole state as a checkpoint and loads it again, keyed by parameter name.
 
-A checkpoint names no processes or machines: one of three stages resumes in five, or in one. Random
-numbers and the data's order are functions of the seed and the step, so the step number alone stands
-for them.
+State is bound to no process or machine: a checkpoint of three stages resumes in five, or in one.
+Random numbers and the data's order are functions of the seed and the step, so a checkpoint keeps
+only the step's number for them.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class RunCheckpoints:
         self._store = store
         self._cluster = cluster
         self._prepared = prepared
-        self._last: tuple[int, Path] | None = None  # its step and its store's directory
+        self._last: tuple[int, Path] | None = None  # the step, and the store's directory
         replicates = prepared.config.replicates
         durable = DurableSteps(prepared.config, cluster, self.manifest, lambda: self.beside())
         self._durable = durable if replicates else None
         self.beside: Callable[[], Mapping[str, torch.Tensor]] = dict
-        """Tensors of this process that belong to the state beside those of the stages."""
+        """Tensors of this process that belong to the state, in addition to the stages' tensors."""
         self.restored: dict[str, torch.Tensor] = {}
-        """The part of it that came with the run's first checkpoint."""
+        """The tensors of `beside` in the checkpoint that was loaded last."""
         self.failures = 0
-        """Checkpoints that could not be written since the last one that was."""
+        """Number of failed writes since the last checkpoint that was written."""
 
     def begin(self, state: TrainState) -> None:
-        """Note that the run begins or goes on at `state`, which all stages have: recovery does not
-        go back behind it. Raises StagesLost."""
+        """Note that the run begins or goes on at `state`, which all stages have. Recovery does not
+        go back further. Raises StagesLost."""
         if (durable := self._durable) is not None:
             self._cluster.retrying(lambda: durable.take(state))
 
@@ -71,8 +71,8 @@ class RunCheckpoints:
         return state.step == 0 or self.keep(state)
 
     def replanned(self, prepared: Prepared) -> None:
-        """Note that the run has another plan. The kept state stays; `rewind` gives it to the new
-        stages, and `begin` follows."""
+        """Note that the run has another plan. The kept state stays, and `rewind` gives it to the
+        new stages."""
         self._prepared = prepared
         if self._durable is not None:
             self._durable.replanned(prepared.config)
@@ -91,8 +91,8 @@ class RunCheckpoints:
         return self.restore(CheckpointStore(root).open(step))
 
     def gather(self, take: Callable[[StatePart], None]) -> None:
-        """Have `take` called with every part of the state that the stages have now; its tensors are
-        valid during the call. It may begin again with the first part, if a link breaks."""
+        """Call `take` with every part of the stages' present state. A part's tensors are valid
+        during the call. If a link breaks, the calls begin again with the first part."""
 
         def gather() -> None:
             self._cluster.pipeline.snapshot(lambda stage, number, part: take(part))
@@ -114,7 +114,7 @@ class RunCheckpoints:
         self.begin(state)
 
     def keep_newest(self) -> None:
-        """Make a checkpoint of the newest state that is here, since a worker does not come back."""
+        """Make a checkpoint of the durable step, since the run ends without a worker's answer."""
         newest = self._durable.newest if self._durable is not None else None
         if newest is None or (self._last is not None and self._last[0] >= newest.state.step):
             return
@@ -137,8 +137,8 @@ class RunCheckpoints:
         return self._save(self._store, state)
 
     def keep(self, state: TrainState) -> bool:
-        """Save before the run ends; among temporary files if `checkpoint_dir` fails. False where
-        that fails, too."""
+        """Save before the run ends, among temporary files if `checkpoint_dir` fails. Returns False
+        if both fail."""
         if not self.has(state):
             self._save(self._store, state)
         if not self.has(state):
@@ -197,7 +197,7 @@ class RunCheckpoints:
         return state
 
     def advice(self, error: HeteroError | None = None) -> str:
-        """The hint of the error, and how to continue after that from the saved state."""
+        """The hint of the error, and how to continue from the saved state afterwards."""
         step, root = self._last or (0, self._store.root)
         elsewhere = f" --set checkpoint_dir={root}" if root != self._store.root else ""
         if self._durable is not None and not elsewhere:
@@ -253,7 +253,7 @@ class RunCheckpoints:
             return write_stages(writer, stages, self.beside(), manifest)
 
     def manifest(self, state: TrainState, values: dict[str, Any]) -> dict[str, Any]:
-        """The manifest of a checkpoint of `state`; `values` are the stages'."""
+        """The manifest of a checkpoint of `state`; `values` are the stages' plain values."""
         resolved, config = self._prepared.resolved, self._prepared.config
         settings = {"settings": config.to_dict(), "base_dir": str(config.base_dir.absolute())}
         stream = self._prepared.data.state
@@ -293,8 +293,8 @@ class RunCheckpoints:
 def _check_content(
     reader: CheckpointReader, trained: Set[str], with_state: Set[str], state: TrainState
 ) -> None:
-    """Raise CheckpointError for tensors that no stage has a place for, and for an optimizer whose
-    state is not there. `with_state` are the parameters that have any."""
+    """Raise CheckpointError for tensors that no stage trains, and for an optimizer without state.
+    `with_state` are the parameters that have optimizer state."""
     weights = {name.partition("/")[2] for name in reader.names() if name.startswith(f"{WEIGHTS}/")}
     if extra := sorted((weights | with_state) - trained):
         shown = ", ".join(extra[:8]) + (", ..." if len(extra) > 8 else "")
@@ -322,8 +322,8 @@ def plan_entries(config: Config) -> list[dict[str, Any]]:
 
 
 def plan_in_force(reader: CheckpointReader, config: Config) -> list[dict[str, Any]] | None:
-    """The plan that a run had taken when it wrote this, where `config` still has the one that it
-    began with, and those workers; None where the run had no other."""
+    """The plan that a run had changed to when it wrote this checkpoint. None if the run had changed
+    nothing, or if `config` has another first plan or lacks one of the plan's workers."""
     plan, given = reader.manifest.get("plan"), reader.manifest.get("given_plan")
     if plan is None or given != plan_entries(config) or plan == given:
         return None
@@ -334,9 +334,9 @@ def plan_in_force(reader: CheckpointReader, config: Config) -> list[dict[str, An
 def newest_state(
     config: Config, store: CheckpointStore, which: int | str | None, may_lack: bool
 ) -> CheckpointReader | None:
-    """The state that `which` means: that of a step, the newest of "latest", durable steps among
-    them, None for None. With `may_lack` None also where there is none at all. Raises
-    CheckpointError; damaged ones are passed over for "latest" alone."""
+    """The state that `which` names: a step or "latest", which counts the durable step too. Returns
+    None if `which` is None or, with `may_lack`, if there is no state at all. Raises
+    CheckpointError; only "latest" passes over damaged states."""
     if which != "latest":
         return store.resolve(which) if which is not None else None
     durable = durable_store(config)
@@ -356,7 +356,7 @@ def newest_state(
 def same_run(
     reader: CheckpointReader, prepared: Prepared, *, must: bool
 ) -> CheckpointReader | None:
-    """`reader`, if its run has these settings; else None, or with `must` CheckpointError."""
+    """`reader` if its checkpoint is of this run, else None; with `must` raises CheckpointError."""
     try:
         check_identity(reader, prepared.resolved, prepared.data, prepared.contents)
     except CheckpointError as error:

@@ -87,7 +87,7 @@ class PromptSampler(Protocol):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text."""
+        """Number of tokens in the longest text."""
 
     def run(self, cluster: Cluster, config: Config, step: int) -> list[Sample]:
         """Samples after `step`, under the plan of `config`."""
@@ -133,9 +133,9 @@ def prepare(
     say: Callable[[str], object] = _say,
     most: int | None = None,
 ) -> Prepared:
-    """Read the model's configuration, the tokenizer and the data, and check the plan on them: that
-    of `config`, or `plan`, which an earlier part of the run has taken instead. Raises the UserError
-    that fits the problem; no process is started and no weight read.
+    """Read the model's configuration, the tokenizer and the data, and check the plan against them.
+    `plan` replaces the plan of `config` if the run took it earlier. Raises the UserError that fits
+    the problem. No process is started and no weight is read.
 
     `say` gets each line for the user; `most` limits the number of examples that are read.
     """
@@ -223,7 +223,7 @@ def prepare(
 def read_data(
     config: Config, model_config: PretrainedConfig, *, most: int | None = None
 ) -> tuple[PreTrainedTokenizerBase, TrainData]:
-    """Tokenizer and data, checked with the model; `most` limits the examples of each set."""
+    """Load tokenizer and data, and check them on the model; `most` limits each set's examples."""
     tokenizer = load_tokenizer(config)
     vocab_size = model_config.get_text_config().vocab_size
     labels = kind_of(config.training.data_kind).labels
@@ -240,8 +240,8 @@ def read_data(
 def with_labels(
     resolved: Resolved, model_config: PretrainedConfig, data: TrainData
 ) -> tuple[Resolved, PretrainedConfig]:
-    """The settings and the model with the head that the data ask for. Raises ConfigError for one
-    that cannot be."""
+    """The settings and the model's configuration with the head that the data need. Raises
+    ConfigError if that is not possible."""
     model = resolved.config.model
     if model is None or (head := head_for(model.task)) is None:
         return resolved, model_config
@@ -251,8 +251,8 @@ def with_labels(
 
 
 def replanned(prepared: Prepared, plan: Entries, facts: Facts, reason: str) -> Prepared:
-    """The same run under another plan, decided for `reason`. Raises PlanError for one that does not
-    fit the devices, and ArchitectureError where the model cannot be cut so."""
+    """The same run under another plan, decided for `reason`. Raises PlanError if the plan does not
+    fit the devices, and ArchitectureError if the model cannot be cut in this way."""
     resolved = prepared.resolved.decide("shard_plan", list(plan), reason)
     config = resolved.config
     config.plan.covers(introspect(prepared.model_config).num_layers)
@@ -287,8 +287,8 @@ def _stage_memory(
 
 
 def resolve_loss_chunk(resolved: Resolved, model_config: PretrainedConfig, tokens: int) -> Resolved:
-    """The settings with the tokens of a loss chunk; null where the loss stays whole. `tokens` is
-    the longest row."""
+    """Decide loss_chunk_tokens; None where the loss of a micro-batch is computed whole. `tokens` is
+    the length of the longest row."""
     training = resolved.config.training
     if not isinstance(objective_of(training), ChunkedObjective):
         return resolved
@@ -309,7 +309,7 @@ def resolve_loss_chunk(resolved: Resolved, model_config: PretrainedConfig, token
 
 
 def codec_lines(config: Config, model_config: PretrainedConfig) -> list[str]:
-    """The effect of the `wire` section's codecs on this run's tensors."""
+    """Lines on the effect of the `wire` section's codecs on this run's tensors."""
     assert config.model is not None
     name = config.model.dtype if config.model.dtype != "auto" else model_config.dtype
     dtype = getattr(torch, str(name or "float32").removeprefix("torch."))
@@ -327,7 +327,7 @@ def codec_lines(config: Config, model_config: PretrainedConfig) -> list[str]:
 
 
 def check_compiled(config: Config, model_config: PretrainedConfig) -> None:
-    """Raise ConfigError where the layers are to be compiled and the loss needs their reports."""
+    """Raise ConfigError if layers are compiled whose routers' reports the loss needs."""
     if config.training.compiles and introspect(model_config).reports:
         raise ConfigError(
             "training.torch_compile is set, but what the routers of compiled layers report does not"
@@ -339,7 +339,7 @@ def check_compiled(config: Config, model_config: PretrainedConfig) -> None:
 def check_objective(
     config: Config, model_config: PretrainedConfig, plan: AdapterPlan | None
 ) -> None:
-    """Raise ConfigError for an objective that there is not, or that this model cannot have."""
+    """Raise ConfigError for an objective that this model or these settings cannot have."""
     training = config.training
     objective = objective_of(training)
     if objective.counts_tokens:
@@ -360,8 +360,7 @@ def check_objective(
 
 
 def _check_head(new: Sequence[str], plan: AdapterPlan) -> None:
-    """Raise ConfigError for `new` weights, which begin at random, that the adapter would not
-    hold."""
+    """Raise ConfigError if the adapter would not hold all `new` weights, which begin at random."""
     lost = [n for n in new if not any(n.startswith(f"{name}.") for name in plan.saved_modules)]
     if lost:
         raise ConfigError(
@@ -374,7 +373,7 @@ def _check_head(new: Sequence[str], plan: AdapterPlan) -> None:
 
 def check_positions(model_config: PretrainedConfig, tokens: int) -> None:
     """Raise DataError when a sample is longer than the model's table of positions. Only learned
-    tables end; rotary and other computed positions go on."""
+    tables have an end; rotary and other computed positions have none."""
     model = meta_model(model_config)
     words = model.get_input_embeddings()
     for name, module in model.named_modules():
@@ -397,9 +396,9 @@ def shard_ranges(config: Config) -> tuple[ShardRange, ...]:
 def largest_boundary(
     config: Config, model_config: PretrainedConfig, tokens: int, rows: int | None = None
 ) -> int:
-    """The most bytes of tensors that cross a boundary at once, under any plan: the hidden state of
-    the largest micro-batch in float32, and side tensors. `tokens` is the longest row, `rows` is
-    that of training's micro-batches by default."""
+    """The most bytes of tensors that cross a boundary at once, under any plan: the hidden_states of
+    the largest micro-batch in float32, and side tensors. `tokens` is the longest row's length.
+    `rows` is by default the most rows of a training or evaluation micro-batch."""
     training, structure = config.training, introspect(model_config)
     rows = rows or max(training.train_rows, training.eval_rows)
     if (family := family_of(model_config)) is not None:
@@ -416,20 +415,20 @@ def largest_boundary(
 
 
 def largest_frame(model_config: PretrainedConfig, boundary_bytes: int) -> int:
-    """Upper bound in bytes of any frame of a run: what crosses a boundary, or a part of a state,
-    which holds at most one tensor beyond its nominal size, in at most 8 bytes per number."""
+    """Upper bound in bytes of any frame of a run. A frame holds what crosses a boundary, or a part
+    of a state: STATE_PART_BYTES and at most one tensor more, with at most 8 bytes per number."""
     largest_tensor = 8 * max(p.numel() for p in meta_model(model_config).parameters())
     return max(boundary_bytes, largest_tensor + STATE_PART_BYTES) + _FRAME_MARGIN
 
 
 def fit_devices(prepared: Prepared, facts: Facts) -> Prepared:
-    """Decide by the devices' free memory, before anything is loaded, which stages with
-    checkpointing "auto" compute their layers again, how many layers those with offload "auto"
-    stream, and how many micro-batches each stage may hold. Recomputing comes first: it costs a
-    third of the computing at most, and streaming whatever the machine's link to the device makes
-    of it. Raises PlanError if a stage does not fit its device even so or its machine lacks host
-    memory, ConfigError for one of quantised weights on a device without them, and DeviceError as
-    `host_memory_lines`."""
+    """Decide by the devices' free memory, before anything is loaded: which stages with
+    checkpointing "auto" compute their layers again, how many layers the stages with offload "auto"
+    stream, and how many micro-batches each stage may hold. Recomputing comes first: it costs at
+    most a third of the computing, while the cost of streaming depends on the link to the device.
+    Raises PlanError if a stage still does not fit its device or its machine lacks host memory,
+    ConfigError for quantised weights on a device that cannot hold them, and DeviceError as
+    `host_memory_lines` does."""
     resolved, config = prepared.resolved, prepared.resolved.config
     no_four_bit = {owner: fact.no_four_bit for owner, fact in facts.items()}
     check_devices(config, prepared.model_config, no_four_bit)
@@ -471,8 +470,8 @@ def fit_devices(prepared: Prepared, facts: Facts) -> Prepared:
 def fit_offload(
     resolved: Resolved, memory: list[StageMemory], facts: Facts
 ) -> tuple[Resolved, list[StageMemory]]:
-    """Decide how many layers stages with offload "auto" stream: the fewest, and none where device
-    and host have one memory."""
+    """Decide how many layers the stages with offload "auto" stream: the fewest with which they fit,
+    and none where device and host have one memory."""
     config = resolved.config
     optional = [k for k, entry in enumerate(config.shard_plan) if entry.offload == "auto"]
     if not optional:
@@ -490,7 +489,7 @@ def fit_offload(
 
 
 def _checkpointing(resolved: Resolved, chosen: Mapping[int, bool], reason: str) -> Resolved:
-    """The settings with gradient_checkpointing of these stages."""
+    """The settings with gradient_checkpointing decided for these stages."""
     for stage, value in chosen.items():
         resolved = resolved.decide(f"shard_plan[{stage}].gradient_checkpointing", value, reason)
     return resolved

@@ -1,8 +1,8 @@
 """Ctrl-C and the signals that end a process: when they stop a run, and when they ask first.
 
-While steps run they are a request: finish the step, save, stop. Before the first step, and the
-second time, they stop at once, as KeyboardInterrupt; so they do from the first moment of a command
-that takes part in a run (`hearing`). Only Ctrl-C (SIGINT) on a terminal asks whether to save:
+While steps run, a signal is a request: finish the step, save, stop. Before the first step, and at
+the second signal, KeyboardInterrupt stops the run at once. `hearing` does so from the first moment
+of a command that takes part in a run. Only Ctrl-C (SIGINT) on a terminal asks whether to save:
 SIGTERM, SIGHUP and Windows' SIGBREAK come from a shutdown, a batch system or a lost connection,
 where nobody can answer.
 """
@@ -25,15 +25,15 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
 
 
 STOPPED = 75
-"""Exit code of a command that a signal stopped: errors.StoppedEarly's, not imported yet."""
+"""Exit code of a command that a signal stopped, as errors.StoppedEarly has it."""
 
 
 @contextlib.contextmanager
 def hearing(words: Sequence[str], *, ends: bool = False) -> Iterator[StopRequest | None]:
-    """Around a command of these words that takes part in a run, before its modules are imported: a
-    signal ends the block in order, with one line on stderr. In a supervised worker and in other
-    commands, signals keep the system's meaning, and the block is given None. Where the process
-    `ends` with the block, a signal after it has no effect."""
+    """Let a signal end the block in order, with one line on stderr, if `words` are a command that
+    takes part in a run. The block begins before the command's modules are imported. A supervised
+    worker and other commands get None, and signals keep the system's meaning. If the process `ends`
+    with the block, later signals have no effect."""
     if words[:1] not in (["train"], ["worker"]) or "--supervised" in words:
         yield None
         return
@@ -63,7 +63,7 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for name in _NAMES:
                 number = getattr(signal, name, None)
-                # `nohup` has SIGHUP ignored, and means it.
+                # Under `nohup` SIGHUP is ignored on purpose.
                 if number is not None and not (
                     name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN
                 ):
@@ -101,8 +101,8 @@ class StopRequest:
             time.sleep(min(_POLL_S, seconds))
 
     def wants_checkpoint(self, question: str) -> bool:
-        """Whether to save: asked after Ctrl-C on a terminal, otherwise yes. Any other signal
-        answers the question with yes, a second Ctrl-C with no."""
+        """Whether to save. The user is asked after Ctrl-C on a terminal; otherwise the answer is
+        yes. While it is asked, a second Ctrl-C means no, and any other signal means yes."""
         if self.requested != "SIGINT" or not _is_interactive():
             return True
         self._asking = True
@@ -119,7 +119,7 @@ class StopRequest:
         name, before = signal.Signals(number).name, self.requested
         self._since = self._since if before is not None else time.monotonic()
         self.requested = name
-        # SIGTERM after Ctrl-C is the first of its kind: it takes the question back.
+        # SIGTERM after Ctrl-C counts as a first signal, and then the user is not asked.
         is_first = before is None or (before == "SIGINT" and name != "SIGINT")
         if self._asking or not self._waiting or not is_first:
             raise KeyboardInterrupt

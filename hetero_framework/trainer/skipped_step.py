@@ -1,4 +1,4 @@
-"""Steps that are skipped: why, the first non-finite value and its samples, and their number."""
+"""Skipped steps: the reason, the first non-finite value and its samples, and limits on skips."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def judged(
     norm: Tensor,
     config: Config,
 ) -> StepOutcome:
-    """The outcome of a step by its micro-batches' losses, the sum of these, and its gradients."""
+    """The outcome of a step, from its micro-batches' losses, their sum and the gradients' norm."""
     if not (math.isfinite(loss) and bool(norm.isfinite())):
         return StepOutcome("overflow" if state.loss_scale.explains(losses) else "non-finite")
     rules = (*RULES, *asked("rules", config))
@@ -42,9 +42,9 @@ def judged(
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The first non-finite value of a step: its stage (None where each by itself is finite), its
-    micro-batch (None for a gradient, the sum of all), and the samples of that, by their number in
-    the data; or only the other `islands` that it came from."""
+    """The place of a step's first non-finite value. `stage` is None if each stage by itself is
+    finite, `micro_batch` is None for a gradient, the sum of all. `samples` are numbers in the data.
+    If the value came from other islands, only `islands` is set."""
 
     stage: StageSpec | None
     micro_batch: int | None
@@ -68,7 +68,7 @@ class NonFinite:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """For events.jsonl."""
+        """The fields of the event for events.jsonl."""
         return {
             "stage": self.stage and self.stage.index,
             "owner": self.stage and self.stage.owner,
@@ -85,8 +85,8 @@ def find(
     samples: Sequence[Iterable[int]],
     elsewhere: tuple[str, ...] = (),
 ) -> NonFinite:
-    """The first such value of a step that has one; `samples` are those of each micro-batch here,
-    `elsewhere` other islands that have one and this one not."""
+    """Find the first non-finite value of a step. `samples` are the samples of each micro-batch
+    here; `elsewhere` are other islands with such values, if this island has none."""
     places = [(k, stage) for stage, report in enumerate(reports) for k in report.nonfinite]
     places += [(k, len(stages) - 1) for k, loss in enumerate(losses) if not math.isfinite(loss)]
     if places:

@@ -23,7 +23,7 @@ class NamedTensors(Protocol):
 
     def names(self) -> Sequence[str]: ...
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each of these with its name. Raises CheckpointError for names that are absent."""
+        """Yield each named tensor with its name. Raises CheckpointError for an absent name."""
 
 
 class TensorsInMemory:

@@ -16,9 +16,9 @@ _MOST_WORDS = 1000  # bytes of a reason
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The step changes the weights, unless `skip` is the kind of reason against it: a loss or a
-    gradient is not finite, the loss scale alone made the gradients overflow, or a rule
-    (`skipped_step.RULES`) is against it. `reason` is in words."""
+    """Whether a step changes the weights. `skip` is None, or the kind of reason to skip the step:
+    a non-finite loss or gradient, an overflow that the loss scale alone caused, or a rule
+    (`skipped_step.RULES`). `reason` says it in words."""
 
     skip: SkipKind | None = None
     reason: str = ""

@@ -1,7 +1,7 @@
 """TensorBoard's events of a run.
 
-They have the numbers of each line of metrics.jsonl as train/<name> and eval/<name>, without those
-of single stages, and samples as texts.
+They hold the numbers of each line of metrics.jsonl as train/<name> and eval/<name>, except the
+numbers of single stages, and samples as texts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 class TensorBoard(Observer):
-    """Writes into the run's logging_dir, if TensorBoard is installed, files whose names end in the
-    run's number. The run goes on without events that cannot be written."""
+    """Writes event files into the run's logging_dir, if TensorBoard is installed. Their names end
+    in the run's id. The run goes on without events that cannot be written."""
 
     def __init__(self, run: Watched) -> None:
         self._directory = run.placed.prepared.config.logging_dir
@@ -36,7 +36,7 @@ class TensorBoard(Observer):
 
     def went_back(self, state: TrainState) -> None:
         self._step = state.step
-        if self._board is not None:  # a new one hides the steps that are repeated
+        if self._board is not None:  # a new file hides the repeated steps of this one
             self._close("TensorBoard events")
             self._unopened = self._directory
 
@@ -69,7 +69,7 @@ class TensorBoard(Observer):
         def show(board: Any) -> None:
             from tensorboard.compat.proto.summary_pb2 import Summary
 
-            # One event: with one for each number the step waits for the writer's thread.
+            # One event for all numbers: with more, the step would wait for the writer's thread.
             values = [
                 Summary.Value(tag=f"{group}/{key.removeprefix('eval_')}", simple_value=value)
                 for key, value in line.items()

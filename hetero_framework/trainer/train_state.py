@@ -15,12 +15,12 @@ from hetero_framework.trainer.step_outcome import StepOutcome
 class TrainState:
     """The state that goes on from step to step.
 
-    `step` counts the steps done, skipped ones among them; `committed_steps` those that changed the
-    weights, which is the position in the learning-rate schedule. `skipped_in_a_row` and `skipped`,
-    in all, count only steps with something that is not finite. `tokens` are all that were trained
-    on. `group` is what a group of replicas has to remember, as JSON data. `jumped` counts
-    the steps of the data that were left out where a callback ended an epoch early. `due` names what
-    is due after the last step (`Due`), if that is known: a run may be cut short before it is done.
+    `step` counts the steps done, also skipped steps. `committed_steps` counts the steps that
+    changed the weights: the position in the learning-rate schedule. `skipped_in_a_row` and
+    `skipped` (in all) count only steps with non-finite values. `tokens` counts all tokens trained
+    on. `group` is what a group of replicas has to remember, as JSON data. `jumped` counts the steps
+    of the data left out because a callback ended an epoch early. `due` names what is due after the
+    last step (`Due`), if known: a run may be cut short before that is done.
     """
 
     step: int = 0
