@@ -514,10 +514,12 @@ class Coordinator:
     def _heed_observers(self) -> None:
         """Before a step, do what observers want: hold the run, or write a checkpoint."""
         while self._stop.requested is None:
-            self._due.is_held = False
+            # A checkpoint that callbacks asked for as training began is no observer's wish.
+            asked, self._due.save, self._due.is_held = self._due.save, False, False
             self._tell(Observer.between, self._state, self._due)
             if self._due.save and self._replicas.saves:
                 self.save()
+            self._due.save = asked
             if not self._due.is_held:
                 return
 
