@@ -1,9 +1,9 @@
-"""Tensors in and out of a process's stages: coded, copied and sent; received and decoded.
+"""Moves tensors out of a process's stages (encode, copy, send) and into them (receive, decode).
 
 The computing thread hands a result over and goes on. On the CPU, a tensor without a codec goes
-straight to its link. Where a device must be waited for or the CPU must encode, one sender thread
-does it, in the same order. The link's reader thread unpacks what arrives, onto the device, or into
-CPU memory where only the computing thread may copy (`move_in`).
+straight to its link. If a device must be waited for or the CPU must encode, one sender thread does
+that, in the same order. A link's reader thread unpacks what arrives onto the device, or into CPU
+memory if only the computing thread may copy to the device (`move_in`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hetero_framework.models.cut.side import Bundle
 
 Done = Callable[[], None]
 _PAGE_STEPS = 8
-"""A run with a page records each step whose number this divides."""
+"""A run with a page records the steps whose number is a multiple of this."""
 
 
 class StepSink(Protocol):
@@ -45,10 +45,10 @@ class StepSink(Protocol):
         """Take the last stage's outcome of a micro-batch."""
 
     def finished(self, info: StepInfo, micro_batch: int) -> None:
-        """The lowest stage with a backward is done with a micro-batch."""
+        """Take the news that the lowest stage with a backward is done with a micro-batch."""
 
     def failed(self, error: Exception) -> None:
-        """The error of the sender thread."""
+        """Take an error of the sender thread."""
 
 
 _CLOSE_S = 5.0
@@ -56,10 +56,10 @@ _SLICE_S = 0.5  # waits are sliced, so that Ctrl-C is heard on every system
 
 
 def unpack(message: Message, device: Device) -> Arrival | Tensors | None:
-    """The tensors of INPUTS, FORWARD or BACKWARD (None for other messages), for `move_in`.
+    """Unpack the tensors of INPUTS, FORWARD or BACKWARD, for `move_in`; None for other messages.
 
-    For reader threads. Gives the message's buffer back where it can. Raises ProtocolError for a
-    codec that does not exist or does not fit, StepOutOfMemory for lack of memory.
+    Called in reader threads. Releases the message's buffer unless a tensor still lies in it. Raises
+    ProtocolError for a codec that is unknown or does not fit, StepOutOfMemory for lack of memory.
     """
     try:
         return _unpack(message, Device() if device.one_thread else device)
@@ -97,7 +97,7 @@ def _unpack(message: Message, device: Device) -> Arrival | Tensors | None:
 
 
 def _decoded(coded: Coded, parts: list[torch.Tensor], device: Device) -> torch.Tensor:
-    """The tensor on the device, in memory of its own."""
+    """Decode `parts` into one tensor on the device, in memory of its own."""
     codec, dtype = CODECS[coded.codec], TORCH_DTYPES[coded.dtype]
     if device.is_async and can_code(device):
         return codec.decode(device.copies_in(parts), coded.shape, dtype)
@@ -106,7 +106,7 @@ def _decoded(coded: Coded, parts: list[torch.Tensor], device: Device) -> torch.T
 
 
 def inputs_in(device: Device, inputs: Tensors) -> Tensors:
-    """Batch tensors on the device. A copy knows its CPU tensor (`_hetero_host`), whose numbers can
+    """Batch tensors on the device. A copy keeps its CPU tensor as `_hetero_host`, whose numbers can
     be read without waiting for the device."""
     there = dict(zip(inputs, device.copies_in(list(inputs.values())), strict=True))
     for name, tensor in there.items():
@@ -116,7 +116,7 @@ def inputs_in(device: Device, inputs: Tensors) -> Tensors:
 
 
 def move_in(device: Device, unpacked: Arrival | Tensors) -> Arrival | Tensors:
-    """The tensors of `unpack`, on the device. For the computing thread."""
+    """Move the tensors that `unpack` returned to the device. Called in the computing thread."""
     if not device.one_thread:
         return unpacked
     if not isinstance(unpacked, Arrival):
@@ -127,7 +127,7 @@ def move_in(device: Device, unpacked: Arrival | Tensors) -> Arrival | Tensors:
 
 
 def can_code(device: Device) -> bool:
-    """Whether codecs work on the device itself: they need bfloat16. Else the CPU does it."""
+    """Whether codecs can run on the device: they need bfloat16. Otherwise they run on the CPU."""
     return bool(device.supports(torch.bfloat16))
 
 
@@ -137,7 +137,7 @@ def _shares(tensor: torch.Tensor, parts: list[torch.Tensor]) -> bool:
 
 
 class BoundaryIO:
-    """Where the results go that leave a process's executor."""
+    """Hands the results of a process's executor to its `StepSink`."""
 
     def __init__(
         self,
@@ -149,8 +149,8 @@ class BoundaryIO:
         outcome_is_awaited: bool,
         flush_timeout_s: float,
     ) -> None:
-        """With `outcome_is_awaited` the sink gets each loss as a number, and tensors beside it on
-        the CPU; the sender thread waits for the device."""
+        """With `outcome_is_awaited` the sink gets the loss as a number and the other tensors on the
+        CPU; the sender thread waits for the device."""
         self._device = device
         self._activations = _codec(wire.activations)
         self._gradients = _codec(wire.gradients)
@@ -164,13 +164,13 @@ class BoundaryIO:
         if isinstance(body, Forward):
             self._expectation.sent(body.attempt, body.stage - 1, body.micro_batch, tensors)
         codec = self._activations if isinstance(body, Forward) else self._gradients
-        # A tensor that it cannot encode travels as it is; the user was told at the start.
+        # A tensor that the codec cannot encode travels as it is; the user was told before.
         codecs = [codec if codec and codec.supports(tensor.dtype) else None for tensor in tensors]
         forms = [_form(tensor, codec) for tensor, codec in zip(tensors, codecs, strict=True)]
         if forms[0].coded is not None or len(forms) > 1:
             body = replace(body, coded=forms[0].coded, sides=tuple(forms[1:]) or None)
         if self._device.is_async:
-            # Encoding is the device's work; only the encoded parts are copied.
+            # The device encodes if it can, so that only encoded parts are copied.
             here = can_code(self._device)
             parts = _encoded(tensors, codecs) if here else list(tensors)
             later = [None] * len(parts) if here else codecs
@@ -213,7 +213,7 @@ class BoundaryIO:
         self._sender.close()
 
     def _submit(self, body: BoundaryTensor, job: Callable[[], None]) -> None:
-        """Have the sender thread do the work of sending this."""
+        """Have the sender thread run `job`, which sends the message of `body`."""
 
         def explained() -> None:
             where = f"{body.spec.name} of micro-batch {body.micro_batch} to stage {body.stage}"
@@ -240,7 +240,7 @@ class BoundaryIO:
 
 
 def _form(tensor: torch.Tensor, codec: Codec | None) -> SideForm:
-    """How a tensor travels."""
+    """The form in which a tensor travels: whether it wants a gradient, and how it is coded."""
     coded = None
     if codec is not None:
         coded = Coded(codec.name, tuple(tensor.shape), dtype_name(tensor.dtype))
@@ -248,7 +248,7 @@ def _form(tensor: torch.Tensor, codec: Codec | None) -> SideForm:
 
 
 def _encoded(tensors: Sequence[torch.Tensor], codecs: Sequence[Codec | None]) -> list[torch.Tensor]:
-    """The travelling form of each tensor: encoded by its codec, or itself."""
+    """The tensors to send: each tensor encoded by its codec, or as it is without a codec."""
     return [
         part
         for tensor, codec in zip(tensors, codecs, strict=True)
@@ -265,7 +265,7 @@ def _codec(name: str) -> Codec | None:
 
 
 class Sender:
-    """One thread that runs jobs in order; it starts with the first one."""
+    """One thread that runs jobs in order; it starts with the first job."""
 
     def __init__(self, on_failure: Callable[[Exception], None], flush_timeout_s: float) -> None:
         self._on_failure = on_failure
@@ -309,7 +309,7 @@ class Sender:
 
 
 class ArrivalMeter:
-    """How long boundary tensors take to arrive, by stage and direction; feeds the timeline too.
+    """Times how long boundary tensors take to arrive, by stage and direction; feeds the timeline.
     `watch(peer)` is the `Link.on_moved` of a link to `peer`. Thread-safe."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -332,7 +332,7 @@ class ArrivalMeter:
         return moved
 
     def take(self) -> dict[str, dict[int, float]]:
-        """Seconds per tensor since the last call, each as if alone in the network:
+        """Seconds of a tensor alone in the network (`alone_s`), from arrivals since the last call:
         {"forward": {stage: s}, "backward": ...}."""
         with self._lock:
             taken, self._seen = self._seen, {}
@@ -343,8 +343,8 @@ class ArrivalMeter:
 
 
 def alone_s(seen: Sequence[tuple[float, int]]) -> float:
-    """Seconds of a tensor of mean size that shares the network with no other, from the (seconds,
-    bytes) of those that arrived: at the pace of the quickest tenth, which met no other."""
+    """Seconds that a tensor of mean size takes alone in the network, from (seconds, bytes) of
+    arrivals. The pace is that of the quickest tenth, which met no other tensor."""
     paces = sorted(seconds / max(nbytes, 1) for seconds, nbytes in seen)
     return paces[len(paces) // 10] * sum(max(nbytes, 1) for _, nbytes in seen) / len(seen)
 

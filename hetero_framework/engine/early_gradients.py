@@ -1,4 +1,4 @@
-"""Gradients that are final before the backward pass ends: those of the last layers come first."""
+"""Hands on gradients as soon as they are final: the last layers' before the backward pass ends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hetero_framework.engine.stage_api import GradientPart, StatePart, TakeEarly
 from hetero_framework.models.cut.shard import weakly
 
 EARLY_PART_BYTES = 1 << 18
-"""Least size of a part: each one costs a frame, and a wait for the device."""
+"""Least bytes of a part: each part costs a frame, and a wait for the device."""
 
 
 class EarlyGradients:
-    """Final gradients of one stage's parameters. `to_host` copies some into CPU memory."""
+    """Hands on final gradients of one stage. `to_host` copies tensors into CPU memory."""
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class EarlyGradients:
         self._to_host = to_host
         self._hooks: list[Any] = []  # none before the first step with a taker
         self._take: TakeEarly | None = None
-        self._late: frozenset[str] | None = None  # None: not in a last backward
+        self._late: frozenset[str] | None = None  # None: outside of `last_backward`
         self._waiting: Tensors = {}
         self.given: set[str] = set()
         """The parameters whose gradients of this step have been taken."""
 
     def begin(self, take: TakeEarly | None) -> None:
-        """Begin a step; `take` (None: no taker) gets gradients that `last_backward` finds final.
-        They may lie in the memory of the gradient, which lasts until the step's end."""
+        """Begin a step. `take` (None: no taker) gets gradients that become final in
+        `last_backward`. They may share the parameter's gradient memory until the step's end."""
         self._take, self._late = take, None
         self._waiting, self.given = {}, set()
         if take is not None and not self._hooks:
@@ -48,8 +48,8 @@ class EarlyGradients:
 
     @contextmanager
     def last_backward(self, late: Iterable[str] = ()) -> Iterator[None]:
-        """Within, a gradient is final once it has been added to, but for those that are `late`.
-        What fills no part, or finds no room, is not given."""
+        """Within the block a gradient is final once added to, unless its parameter is `late`.
+        Gradients that fill no part, or find no room, are not given early."""
         self._late = frozenset(late)
         try:
             yield
@@ -57,7 +57,7 @@ class EarlyGradients:
             self._late, self._waiting = None, {}
 
     def close(self) -> None:
-        """Look after the parameters no longer."""
+        """Remove the hooks and forget the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._parameters, self._hooks, self._waiting = [], [], {}

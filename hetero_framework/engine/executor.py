@@ -1,7 +1,7 @@
 """Runs the stages of one process, one task at a time, in the order of the step.
 
 The executor knows no wire. It is told what arrived, asks `Readiness` what to do next, lets the
-stage do it, and hands the result to the next stage here, or to `BoundaryIO` for one elsewhere.
+stage do it, and hands the result to the next stage here, or to `BoundaryIO` for a stage elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.errors import ProtocolError
 from hetero_framework.models.cut.side import Bundle
 
-_AHEAD = 2  # tasks that may be queued on a device that computes behind our back
+_AHEAD = 2  # tasks that may be queued on a device that computes asynchronously
 
 
 @dataclass
@@ -38,12 +38,12 @@ class _StageQueue:
     queue_peak: int = 0
     misses_before: int = 0
     has_backwards: bool = False
-    """Whether the step that runs has them, for which forwards are stored. The last stage does both
-    as one, and nothing goes back to stages in front of whatever is trained."""
+    """Whether this step has separate backwards here, for which forwards are stored. The last stage
+    does both as one task, and stages before all that is trained need no backward."""
 
     @property
     def misses(self) -> int | None:
-        """Those of the step."""
+        """Prefetch misses of this step; None where nothing streams."""
         n = self.stage.residence.misses
         return None if n is None else n - self.misses_before
 
@@ -68,8 +68,8 @@ class Executor:
         self._readiness, self._order = Readiness({}), PlannedOrder()
         self._order_timeout = OrderTimeout(0.0)
         self.waits_s = 0.0
-        """How long the task that could run waits for the one whose turn it is, as of the last
-        `run_next`."""
+        """Seconds until `run_next` is worth another call, since a ready task waits for its turn; 0
+        where none waits."""
         self._tasks: list[tuple[Task, DeviceEvent, DeviceEvent]] = []
         self.info: api.StepInfo | None = None
 
@@ -81,7 +81,7 @@ class Executor:
     def begin(
         self, info: api.StepInfo, schedule: StepSchedule, take: api.TakeEarly | None = None
     ) -> None:
-        """Start a step, or start it over: whatever waited for an earlier one is dropped."""
+        """Start a step, or start it over. Tensors that wait from an earlier attempt are dropped."""
         self.info = info
         for queue in self._queues.values():
             self._drop(queue)
@@ -104,7 +104,7 @@ class Executor:
         self._tasks.clear()
         self.info = None
 
-    # Arrivals. Each raises ProtocolError for one that does not belong here, or not now.
+    # Arrivals. Each method raises ProtocolError for a tensor that is not expected here or now.
 
     def put_inputs(self, stage: int, micro_batch: int, inputs: api.Tensors) -> None:
         queue = self._queue("INPUTS", stage, micro_batch)
@@ -162,20 +162,20 @@ class Executor:
         return not queue.has_backwards or self._readiness.started(BACKWARD, stage) == count
 
     def run_next(self) -> bool:
-        """Do one task, if any is ready and does not wait for another one's turn. An error of a
-        stage becomes a HeteroError that names the place."""
+        """Do one task, if one is ready and need not wait for its turn. Returns whether it did. An
+        error of a stage becomes a HeteroError that names the place."""
         task = self._readiness.next()
         self.waits_s = 0.0
         if task is None:
             return False
-        # While the device is busy no task has to be chosen.
+        # While the device is busy, waiting for the planned task costs nothing.
         busy = self._device.is_async and self._tasks and not self._tasks[-1][2].done()
         lane, k = task.lane, task.micro_batch
         if wait_s := self._order_timeout.left_s(self._order, lane, idle=not busy):
             self.waits_s = wait_s
             return False
         if self._device.is_async and len(self._tasks) >= _AHEAD:
-            # The device falls behind this far at most: it has work, and urgent tasks come first.
+            # At most _AHEAD tasks are queued, so that an urgent task need not wait for long.
             self._tasks[-_AHEAD][2].wait()
         queue = self._queues[task.stage]
         self._order.went(lane, k)
@@ -206,8 +206,8 @@ class Executor:
         self._record_visits(stage)
 
     def statistics(self) -> dict[int, StageFigures]:
-        """Times and queues of the step so far; the last stage's forwards count with its backwards.
-        Waits for the device; hands the spans to the recorder."""
+        """Times and queue peaks of the step so far. In training the last stage's forwards count as
+        backwards. Waits for the device, and hands the spans to the recorder."""
         seconds = {(k, kind): 0.0 for k in self._queues for kind in (FORWARD, BACKWARD)}
         for task, began, ended in self._tasks:
             ended.wait()
@@ -244,8 +244,8 @@ class Executor:
                 self._recorder.span(kind, stage.index, spans.NO_MICRO_BATCH, began, ended)
 
     def _following(self, queue: _StageQueue, kind: str) -> str:
-        """The kind of a stage's next task, after one that begins: as the order has it, else as 1F1B
-        does."""
+        """The kind of the stage's next task, after one of `kind` that begins: by the planned order,
+        or else as in 1F1B."""
         index, started = queue.stage.index, self._readiness.started
         forward, backward = (self._order.place((each, index)) for each in (FORWARD, BACKWARD))
         if forward != backward:
@@ -257,7 +257,7 @@ class Executor:
         return BACKWARD if is_full or no_forward else FORWARD
 
     def _has_tasks(self, lane: Lane) -> bool:
-        """Whether the step that runs has such tasks here."""
+        """Whether this step has tasks of this lane here."""
         kind, index = lane
         queue = self._queues.get(index)
         return queue is not None and (kind == FORWARD or queue.has_backwards)
@@ -271,7 +271,7 @@ class Executor:
             left = stage.forward(k, inputs, arrival.tensors)
             failpoints.hit("forward-done")
             if queue.has_backwards:
-                # The stored forward may look into the receive buffer until its backward is done.
+                # The stored forward may use the receive buffer until its backward is done.
                 queue.in_flight[k] = arrival
             else:
                 left = _copied(left, arrival)
@@ -312,7 +312,7 @@ class Executor:
             self._io.send(Forward(info.step, info.attempt, following, k), left)
 
     def _pass_back(self, stage: api.StageInterface, k: int, gradients: Bundle) -> None:
-        """Nothing goes back beyond the lowest stage that trains something, or trains before it."""
+        """Send gradients to the stage before, or finish the micro-batch if that needs none."""
         before = stage.index - 1
         if not stage.input_requires_grad or not gradients:
             self._io.finished(self._step, k)
@@ -338,7 +338,7 @@ class Executor:
 
 
 def _copied(results: Bundle, arrival: api.Arrival) -> Bundle:
-    """`results`, copied where they lie in the receive buffer that is about to be given back."""
+    """`results`, with copies of tensors that lie in the receive buffer, which is freed next."""
     buffers = {t.untyped_storage().data_ptr() for t in arrival.tensors if t.numel()}
     return tuple(
         t.detach().clone().requires_grad_(t.requires_grad)

@@ -1,8 +1,8 @@
 """Checks which boundary tensors may arrive now, and their size, before memory is taken for them.
 
-Links' readers ask when the header of a frame has come; the computing thread reports what it has
-sent and received. `Stage` checks a tensor again before it computes with it, by rules of the model.
-Thread-safe.
+Reader threads of links ask when a frame's header has come. The computing thread reports what it
+has sent and received. `Stage` checks a tensor again before it computes with it, by the model's
+rules. Thread-safe.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from hetero_framework.models.cut.side import Bundle, Form, returning, shown_form
 _OF_ITS_SHAPE = ("attention_mask", "position_ids", "positions", "labels")
 """Inputs whose first axes are rows and tokens."""
 _MOST_EARLY = 4
-"""How many tensors of a step that has not begun here are accepted from other workers; further ones
-wait. They come over another link than the news of the step."""
+"""At most this many tensors are accepted from other workers before their step begins here; others
+wait. Tensors can be early since they come over another link than the news of the step."""
 
 _Place = tuple[int, int]  # stage, micro-batch
 
 
 def rows_and_tokens(shapes: Mapping[str, Sequence[int]]) -> tuple[int, int] | None:
-    """Rows and tokens of a micro-batch by its inputs' shapes; None where none of them tells."""
+    """Rows and tokens of a micro-batch, from its inputs' shapes; None if no input has both."""
     known = next((shapes[name] for name in _OF_ITS_SHAPE if name in shapes), ())
     return (known[0], known[1]) if len(known) >= 2 else None
 
 
 def incoming_forms(body: m.BoundaryTensor, shapes: Shapes) -> list[tuple[Form, int]]:
-    """The decoded tensors of FORWARD or BACKWARD, each with the number of tensors of the frame that
-    make it. Raises ProtocolError where frame and message do not agree."""
+    """The form of each decoded tensor of FORWARD or BACKWARD, and the number of frame tensors that
+    encode it. Raises ProtocolError if frame and message do not agree."""
     name, parts = body.spec.name, [(TORCH_DTYPES[t.name], tuple(shape)) for t, shape in shapes]
     sides = (m.SideForm(False, body.coded), *(body.sides or ()))
     counts = [1 if s.coded is None else len(_layout(name, s.coded)) for s in sides]
@@ -61,8 +61,8 @@ def incoming_forms(body: m.BoundaryTensor, shapes: Shapes) -> list[tuple[Form, i
 
 
 def check_sender(body: m.OfStep, holders: Mapping[int, WorkerId], sender: WorkerId | None) -> None:
-    """Raise ProtocolError for a message of a stage that `sender` does not hold: an activation comes
-    from the stage before, a gradient from the one behind, a loss from the last one."""
+    """Raise ProtocolError if `sender` does not hold the stage that a message comes from: an
+    activation from the stage before, a gradient from the next stage, a loss from the last."""
     if isinstance(body, m.Forward):
         stage = body.stage - 1
     elif isinstance(body, m.Backward):
@@ -79,7 +79,7 @@ def check_sender(body: m.OfStep, holders: Mapping[int, WorkerId], sender: Worker
 
 
 def _layout(name: str, coded: m.Coded) -> Layout:
-    """The layout of the tensors into which a codec encodes one."""
+    """Types and shapes of the tensors that a codec makes of one tensor."""
     codec, dtype = CODECS.get(coded.codec), TORCH_DTYPES.get(coded.dtype)
     if codec is None or dtype is None:
         text = f"{name}: cannot read codec {coded.codec!r} of a {coded.dtype!r} tensor"
@@ -88,12 +88,12 @@ def _layout(name: str, coded: m.Coded) -> Layout:
 
 
 class Expectation:
-    """Tensors that the stages of one process wait for. All that `check` admits is at most
-    `max_boundary_bytes` large, encoded and decoded, and comes once."""
+    """The tensors that the stages of one process wait for. `check` admits each tensor once, and
+    none larger than `max_boundary_bytes`, encoded or decoded."""
 
     def __init__(self, stages: Iterable[api.StageInterface]) -> None:
         self.max_boundary_bytes: int | None = None
-        """The most that crosses a boundary at once in this run; None while it is not known."""
+        """Most bytes that cross a boundary in one message of this run; None while unknown."""
         self._stages = {stage.index: stage for stage in stages}
         self._changed = threading.Condition()
         self._attempt = -1
@@ -106,7 +106,7 @@ class Expectation:
     # -- the computing thread ---------------------------------------------------------------------
 
     def begin(self, attempt: int, micro_batches: int) -> None:
-        """A step begins, if it is news."""
+        """Note that an attempt at a step begins, unless it is known already."""
         with self._changed:
             if attempt <= self._attempt:
                 return
@@ -117,14 +117,14 @@ class Expectation:
             self._changed.notify_all()
 
     def inputs(self, attempt: int, stage: int, k: int, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Micro-batch `k` of a stage has inputs of these shapes."""
+        """Note the shapes of a stage's inputs for micro-batch `k`."""
         size = rows_and_tokens(shapes)
         with self._changed:
             if attempt == self._attempt and size is not None:
                 self._sizes[stage, k] = size
 
     def sent(self, attempt: int, stage: int, k: int, left: Bundle) -> None:
-        """The output of `stage` for micro-batch `k` goes out, and its gradients will come back."""
+        """Note that the output of `stage` for micro-batch `k` goes out: its gradient is awaited."""
         forms = tuple((tuple(t.shape), t.dtype, False) for t in returning(left))
         with self._changed:
             if attempt == self._attempt:
@@ -139,7 +139,7 @@ class Expectation:
     # -- readers ----------------------------------------------------------------------------------
 
     def hear(self, message: Message) -> None:
-        """A message that has come, and that the computing thread may see minutes later."""
+        """Note a message as it comes: the computing thread may see it minutes later."""
         body = message.body
         if isinstance(body, m.Step):
             self.begin(body.attempt, body.micro_batches)
@@ -148,9 +148,9 @@ class Expectation:
             self.inputs(body.attempt, body.stage, body.micro_batch, {**shapes, **body.ones})
 
     def check(self, body: m.BoundaryTensor, shapes: Shapes, nbytes: int) -> None:
-        """Raise ProtocolError for a frame of FORWARD or BACKWARD that cannot be right; a frame of a
-        later step is checked for what holds in every step. Waits while too many of those are here,
-        and raises PeerLostError when their step does not begin."""
+        """Raise ProtocolError for a frame of FORWARD or BACKWARD that cannot be right. A frame of a
+        later step gets only the checks that hold in every step. Waits while too many such
+        frames are here; raises PeerLostError if their step does not begin."""
         forms = [form for form, _ in incoming_forms(body, shapes)]
         what = _described(body)
         if body.stage not in self._stages:
@@ -160,7 +160,7 @@ class Expectation:
         with self._changed:
             self._wait_for_its_step(what, body.attempt)
             if body.attempt < self._attempt:
-                return  # it is dropped
+                return  # stale, so it is dropped
             key = body.spec.name, body.attempt, *place
             if key in self._come:
                 raise ProtocolError(f"{what} came a second time")
@@ -178,7 +178,7 @@ class Expectation:
                 raise ProtocolError(f"{what}: {problem}")
 
     def check_passing(self, body: m.BoundaryTensor, shapes: Shapes, nbytes: int) -> None:
-        """As `check`, of a frame for another process, or to be dropped: its size alone."""
+        """Check only the size of a frame that is for another process, or to be dropped."""
         forms = [form for form, _ in incoming_forms(body, shapes)]
         self._check_size(_described(body), forms, nbytes)
 

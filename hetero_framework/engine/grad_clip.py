@@ -12,7 +12,8 @@ from hetero_framework.errors import ProtocolError
 
 class ModelOrder:
     """Puts the stages' per-parameter norms into the order of the whole model, so that their
-    floating-point sum does not depend on the cut. `trainable[k]`: (name, rank) on stage k."""
+    floating-point sum does not depend on the cut. `trainable[k]` has (name, rank in the model) of
+    stage k's parameters."""
 
     def __init__(self, trainable: Sequence[Sequence[tuple[str, tuple[int, ...]]]]) -> None:
         self._counts = [len(stage) for stage in trainable]
@@ -23,7 +24,7 @@ class ModelOrder:
 
     def global_norm(self, reports: Sequence[GradientReport]) -> torch.Tensor:
         """The 2-norm of all gradients, as torch.nn.utils.clip_grad_norm_ computes it (float32).
-        Raises ProtocolError for a stage that reports norms of other parameters than its own."""
+        Raises ProtocolError if a stage reports a wrong number of norms, or not in float32."""
         for stage, (report, count) in enumerate(zip(reports, self._counts, strict=True)):
             if tuple(report.norms.shape) != (count,) or report.norms.dtype != torch.float32:
                 raise ProtocolError(

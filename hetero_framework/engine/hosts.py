@@ -23,8 +23,8 @@ from hetero_framework.errors import ProtocolError, StoppedEarly
 
 
 class StepTrouble(Exception):
-    """The attempt at a step under way has ended without a result; it may be repeated once the cause
-    is mended."""
+    """The present attempt at a step has ended without a result. The step may be repeated once the
+    cause is mended."""
 
 
 class LinkLost(StepTrouble):
@@ -55,12 +55,12 @@ class StagesLost(Exception):
 
 
 class ReplicasChanged(Exception):
-    """Another replica of the model is gone; the step in flight changes no weight and is repeated
-    with those that are left."""
+    """Another replica of the model is gone. The step in flight changes no weight and is repeated
+    with the replicas that are left."""
 
     @property
     def told(self) -> dict[str, Any]:
-        """`extra` of the log line about it."""
+        """`extra` of the log line about this change."""
         return {}
 
 
@@ -73,8 +73,8 @@ class StopWanted(Exception):
 
 
 class WorkerLeaving(StoppedEarly, StepTrouble):
-    """A worker was told to end, and still answers, so its state can be saved. `is_noted`: the run
-    is to save it next."""
+    """A worker was told to end, and still answers, so its state can be saved. `is_noted`: recovery
+    has seen this, and the run saves the state next."""
 
     is_noted = False
 
@@ -86,8 +86,8 @@ class WorkerLeaving(StoppedEarly, StepTrouble):
 
 @dataclass(frozen=True)
 class HostEvent:
-    """A message of a worker and its unpacked tensors, or the news that its link is gone. `wire`
-    tells an old link's events from the present one's."""
+    """A message of a worker and its unpacked tensors, or the news that its link is gone. `wire` is
+    the link, so that events of a replaced link can be told apart."""
 
     worker: WorkerId
     wire: Any
@@ -98,7 +98,7 @@ class HostEvent:
 
 @dataclass(frozen=True)
 class BatchInputs:
-    """The tensors of a micro-batch, as they are and as they travel."""
+    """The input tensors of a micro-batch, as they are and as they travel (`packed`)."""
 
     tensors: api.Tensors
 
@@ -108,70 +108,70 @@ class BatchInputs:
 
 
 class Host(Protocol):
-    """The stages of one process; `id` is "local" or the worker's. Raises LinkLost where it is
-    remote and its link is gone. The defaults suit hosts that need not do a thing."""
+    """The stages of one process. `id` is "local" or the worker's id. Methods of a remote host raise
+    LinkLost when its link is gone. The default methods suit hosts with nothing to do there."""
 
     id: WorkerId
     indexes: list[int]
 
     @property
     def waits_s(self) -> float:
-        """How long a task that could run waits for another one's turn, as of the last
-        `run_next`; 0 where none does."""
+        """Seconds until `run_next` is worth another call, since a ready task waits for its turn; 0
+        where none waits."""
         return 0.0
 
     def begin(
         self, info: api.StepInfo, schedule: StepSchedule, take: api.TakeEarly | None = None
     ) -> None:
-        """A step begins, or begins again: whatever belongs to an earlier attempt is forgotten. In
-        a summed step the host may give `take` gradients early, before their stage is done."""
+        """Begin a step, or begin it again, and forget what belongs to an earlier attempt. In a
+        summed step the host may give `take` gradients early, before their stage is done."""
 
     def feed(self, stage: int, micro_batch: int, names: Sequence[str], batch: BatchInputs) -> None:
-        """Give a stage those tensors of a micro-batch that it needs."""
+        """Give a stage the inputs of a micro-batch that it needs: `names` of `batch`."""
 
     def has_inputs(self, stage: int) -> bool:
         """Whether inputs of a micro-batch are known to wait for this stage."""
         return False
 
     def run_next(self) -> bool:
-        """Do one task in this thread, if one is ready here; False where others do them."""
+        """Do one task in this thread; False if none is ready, or another process does them."""
         return False
 
     def gradients(self) -> list[api.GradientPart]:
-        """Gradients of stages that are done, each part once: all in a step that is summed, else
-        those tied to weights of other stages. The caller releases them; `load_state` brings the
-        sums back."""
+        """Gradients of stages that are done, each part once. A summed step gives all gradients, any
+        other step only gradients of weights tied to other stages. The caller releases them;
+        `load_state` brings the sums back."""
         return []
 
     def report(self) -> api.HostReport | None:
-        """Once in a training step, when it is done and all awaited sums have come."""
+        """The report, once in a training step, when all work is done and awaited sums are here."""
 
     def receive(self, message: Message, arrival: object) -> None:
-        """A message of this host, where it is remote, with the result of `unpack`."""
+        """Take a message from this host, if it is remote, with the result of `unpack`."""
         raise AssertionError("this process sends itself no messages")
 
     def commit(self, order: Commit, tied_weights: api.Tensors) -> api.Tensors:
-        """Have the stages step their optimizers. This process's own host returns the new weights of
-        which other stages have targets; others take over `tied_weights`, by source."""
+        """Have the stages step their optimizers. The local host returns its new weights that other
+        stages are tied to; other hosts take over `tied_weights`, by source."""
 
     def is_committed(self) -> bool:
         """Whether the last `commit` is known to have been done."""
         return True
 
     def repeat_commit(self) -> None:
-        """Over a new link: repeat an unconfirmed order."""
+        """Send an unconfirmed order again, over a new link."""
         return
 
     def forget_commit(self) -> None:
-        """Forget unconfirmed orders: the run goes back."""
+        """Forget unconfirmed orders: the run goes back to an earlier state."""
         return
 
     def abort(self) -> bool:
-        """Forget the attempt; asked again until True. Then nothing of it is on its way."""
+        """Forget the attempt. Asked again until True: then no message of it is on its way."""
 
     def snapshot(self, step: int | None) -> None:
-        """Keep the state after `step`, the last commit (None: before the first), readable for
-        `state`, whatever is committed later."""
+        """Keep the state after `step` readable for `state`, whatever is committed later. `step` is
+        the last commit; None: before the first."""
 
     def state(
         self,
@@ -181,45 +181,44 @@ class Host(Protocol):
         step: int | None,
         names: Sequence[str] = (),
     ) -> api.StatePart | None:
-        """A part of a stage's state after `step`, or, as they are now, of its weights of these
-        names; in ascending order. The caller releases it."""
+        """Part `number` of a stage's state after `step`, or of its present weights `names`; None
+        until it has come. Asked for in ascending order. The caller releases it."""
 
     def rewind(self, step: int | None) -> api.RewoundState | None:
-        """The run goes on after the commit of `step`. The stages take over the state kept of it;
-        the others get theirs with `load_state`. Asked again until not None."""
+        """Go back to the state after the commit of `step`. Stages that kept it take it over; others
+        get it with `load_state`. Asked again until not None."""
 
     def renew(self) -> None:
-        """A new process has taken its place and loaded the stages: knowledge of the former one's
-        state is void."""
+        """Forget what is known of a former process: a new one has loaded the stages."""
         return
 
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
         """Have a stage take over a part of its state; asked again until True."""
 
     def tied_weights(self) -> api.Tensors | None:
-        """The weights of which other stages have targets, from this process's own host; None where
-        `state` has to ask for them."""
+        """The local host's weights that other stages are tied to; None: `state` has to ask for
+        them."""
         return None
 
     def take_spans(self) -> list[Span]:
         """Spans recorded since the last call; times are by the host's clock."""
 
     def close(self) -> None:
-        """End its threads, if it has any."""
+        """End the host's threads, if it has any."""
         return
 
 
 class Links(Protocol):
-    """The links to the workers. Raises LinkLost for one that is gone."""
+    """The links to the workers. Methods raise LinkLost for a link that is gone."""
 
     is_quiet: Callable[[], bool]
     """Whether `receive` would have to wait."""
 
     def expect(self, step: int, attempt: int) -> None:
-        """Pass on boundary tensors of this attempt alone from now on."""
+        """From now on pass on boundary tensors of this attempt only."""
 
     def plan(self, attempt: int, schedule: StepSchedule) -> None:
-        """Large tensors of this attempt keep to the order of the schedule."""
+        """Order the large tensors of this attempt as in the schedule."""
 
     def generation(self, worker_id: WorkerId) -> object: ...
     def send(self, worker_id: WorkerId, message: Message) -> None: ...
@@ -231,13 +230,13 @@ class Links(Protocol):
 
 
 class StepResults:
-    """Outcomes and finished micro-batches of the attempt that runs. Raises ProtocolError for one
-    that it does not have, or has already."""
+    """Outcomes and finished micro-batches of the present attempt. Raises ProtocolError for a
+    micro-batch that the attempt does not have, or that has come before."""
 
     def __init__(self) -> None:
         self.outcomes: dict[int, api.Outcome] = {}
         self.through: set[int] = set()
-        """The finished ones."""
+        """The finished micro-batches."""
 
     def begin(self) -> None:
         self.outcomes.clear()
@@ -262,7 +261,7 @@ class StepResults:
             raise ProtocolError(f"the end of micro-batch {micro_batch} came a second time")
 
     def losses(self) -> list[float]:
-        """In micro-batch order. Waits once for the device that has them."""
+        """The losses in micro-batch order. Waits once for the device that has them."""
         losses = [self.outcomes[k].loss for k in sorted(self.outcomes)]
         tensors = [loss for loss in losses if isinstance(loss, torch.Tensor)]
         read = iter(torch.stack(tensors).tolist() if tensors else [])

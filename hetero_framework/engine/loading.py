@@ -22,12 +22,12 @@ from hetero_framework.models.cut.shard import Shard, load_model_config, load_sha
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_libraries
 
 BuildStages = Callable[[Config, Sequence[StageSpec], Device, ReusePool], Sequence[StageInterface]]
-"""`load_stages`, or its replacement where other stages are played."""
+"""`load_stages`, or what replaces it to build other stages (benchmarks have stages that sleep)."""
 _log = logging.getLogger(__name__)
 
 
 def take_apart(stages: Iterable[StageInterface], config: Config) -> ReusePool:
-    """Reusable modules of former stages of `config`, for `load_stages`."""
+    """End the former stages of `config`; return their reusable modules, for `load_stages`."""
     pool = ReusePool(_origin(config))
     for stage in stages:
         if isinstance(stage, Stage):
@@ -44,9 +44,9 @@ def _origin(config: Config) -> object:
 def load_stages(
     config: Config, specs: Sequence[StageSpec], device: Device, pool: ReusePool | None = None
 ) -> list[Stage]:
-    """Load the stages of one process onto its device. What `pool` of earlier ones is not read
-    again, and the rest of it is freed first. Raises ModelError, ConfigError when the adapter does
-    not fit the model, OutOfMemory, and DeviceError as the two checks below."""
+    """Load the stages of one process onto its device. Modules of earlier stages in `pool` are not
+    read again; unused modules are freed first. Raises ModelError, OutOfMemory, ConfigError when the
+    adapter does not fit the model, and DeviceError as the two checks below."""
     assert config.model is not None
     spans = [ShardRange.of(spec) for spec in specs]
     kept = (pool or ReusePool()).hand_out(_origin(config), spans)
@@ -62,7 +62,7 @@ def load_stages(
             model = config.model.quantized(config.quantization(spec.owner))
 
             def load(rng: ShardRange, kept: ReusableModules, model: ModelConfig = model) -> Shard:
-                """Layers with their adapter."""
+                """Load layers with their adapter."""
                 nonlocal plan
                 shard = load_shard(model, config.base_dir, rng, device, seed=seed, kept=kept)
                 shard.is_quantized |= config.quantizes
@@ -82,7 +82,7 @@ def load_stages(
 
 
 def check_types(config: Config, device: Device) -> None:
-    """Say what the device only emulates. Raises DeviceError for a type that it does not have."""
+    """Warn of types that the device only emulates. Raises DeviceError for a type that it lacks."""
     assert config.model is not None
     training, name = config.training, config.model.dtype
     if name == "auto":

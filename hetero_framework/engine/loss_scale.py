@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LossScale:
-    """The rule and defaults of torch.amp.GradScaler: halved after a step with a non-finite
-    gradient, doubled after 2000 good ones in a row. Without fp16 it stays 1."""
+    """A loss scale with the rule and defaults of torch.amp.GradScaler: halved after a step with a
+    non-finite gradient, doubled after 2000 good steps in a row. Without fp16 it stays 1."""
 
     value: float = 1.0
     good_steps: int = 0

@@ -18,8 +18,8 @@ from transformers.trainer_pt_utils import get_parameter_names
 from hetero_framework.config import TrainingConfig
 from hetero_framework.errors import ConfigError
 
-# The Trainer imports PEFT, bitsandbytes, datasets and pandas, half the time of importing torch. So
-# its rules for the usual optimizers and schedules stand here too; tests compare them with it.
+# The Trainer imports PEFT, bitsandbytes, datasets and pandas: half as long as the import of torch.
+# So its rules for usual optimizers and schedules are repeated here; tests compare the two.
 _TORCH_ADAMW: dict[str, dict[str, Any]] = {"adamw_torch": {}, "adamw_torch_fused": {"fused": True}}
 _SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -28,8 +28,8 @@ _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_n
 def build_optimizer(
     training: TrainingConfig, model: nn.Module, parameters: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The Trainer's optimizer over `parameters`, in its two groups (with and without decay), told
-    apart by parameter names and layer types of `model`, the stage's module."""
+    """The Trainer's optimizer over `parameters`, in its two groups: with and without decay. Names
+    of parameters and layer types of `model`, the stage's module, decide the group."""
     decayed_names = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
     named = {name: p for name, p in model.named_parameters() if name in decayed_names}
     named = getattr(model, "users_names", dict)(named)  # a chain's children have names of their own
@@ -51,8 +51,8 @@ def build_optimizer(
 
 
 def _keep_exceptions_apart(optimizer: Any, model: nn.Module) -> None:
-    """Have the embeddings of `model` alone keep their state in 32 bits, as in the Trainer. The list
-    of exceptions of bitsandbytes is one for the process, by positions in an optimizer, and stages
+    """Keep the optimizer state of `model`'s embeddings in 32 bits, as the Trainer does. The list of
+    such exceptions in bitsandbytes is one per process, by position in an optimizer, so that stages
     of one process would share it."""
     manager: Any = type(optimizer.mng)
     optimizer.mng = manager.__new__(manager)
@@ -89,8 +89,8 @@ def _class_and_settings(training: TrainingConfig) -> tuple[Any, dict[str, Any]]:
 
 
 def _usual_factor(kind: str, step: int, warmup: int, total: int) -> float:
-    """The factor of the learning rate after `step` commits, of one of _SCHEDULES; operation for
-    operation as in transformers.optimization, so that the bits are equal."""
+    """The learning-rate factor of a schedule of _SCHEDULES after `step` commits. The operations are
+    the same as in transformers.optimization, so that the bits are equal."""
     if kind == "constant":
         return 1.0
     if step < warmup:
@@ -124,7 +124,7 @@ class LearningRate:
         if committed_steps < self._position:
             self._start()
         while self._position < committed_steps:
-            # A stand-in without gradients; stepping it keeps torch's check of the order quiet.
+            # It has no gradients: stepping it only keeps torch's check of the order quiet.
             self._optimizer.step()
             self._scheduler.step()
             self._position += 1
@@ -151,7 +151,7 @@ class LearningRate:
 def state_tensors(
     optimizer: torch.optim.Optimizer, names: Mapping[Any, str]
 ) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]:
-    """By parameter name, of parameters that have any: (tensors, plain values)."""
+    """Optimizer state by parameter name: (tensors, plain values). Omits parameters without any."""
     result = {}
     for parameter, values in optimizer.state.items():
         tensors = {k: v for k, v in values.items() if isinstance(v, torch.Tensor)}
@@ -163,7 +163,7 @@ def state_tensors(
 def load_state_tensors(
     optimizer: torch.optim.Optimizer, names: Mapping[Any, str], state: dict[str, dict[str, Any]]
 ) -> None:
-    """Restore the result of `state_tensors`, by name, through the optimizer's own loading."""
+    """Load state, {parameter name: {key: value}}, through the optimizer's own loading."""
     packed = optimizer.state_dict()
     order = [p for group in optimizer.param_groups for p in group["params"]]
     packed["state"] = {

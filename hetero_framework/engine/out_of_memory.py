@@ -1,4 +1,4 @@
-"""Out of memory in a step: the attempt that it ended, the bytes needed and the bytes there are."""
+"""Errors for a lack of memory: the attempt that it ended, the bytes needed and available."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StepOutOfMemory(OutOfMemory, StepTrouble):
         return made
 
     def copied(self) -> StepOutOfMemory:
-        """Itself without its traceback, which holds the tensors of the attempt."""
+        """A copy without the traceback, which holds the tensors of the attempt."""
         return self.of(self.attempt, self.message, self.hint, self.worker)
 
 
@@ -73,10 +73,10 @@ def explained(
     where: str, error: BaseException, device: Device, attempt: Attempt | None = None
 ) -> OutOfMemory:
     """The error for the user: `where` it happened, and the bytes needed there if they are known.
-    With `attempt` a StepOutOfMemory."""
+    With `attempt` it is a StepOutOfMemory."""
     text = " ".join(str(error).split()) or type(error).__name__
     shortened = text if len(text) <= 200 else f"{text[:200]} ..."
-    # Pinned memory that is refused is taken as plain memory, which torch's CPU allocator refuses.
+    # If pinned memory is refused, plain memory is tried, so the error is the CPU allocator's.
     of_host = isinstance(error, MemoryError) or "CPUAllocator" in text or "bad_alloc" in text
     of_host &= not device.one_memory
     numbers = _numbers(text, Device() if of_host else device)
@@ -88,8 +88,8 @@ def explained(
 
 
 def failed(where: str, cause: Exception, device: Device, attempt: Attempt) -> HeteroError:
-    """The error for the user when a stage's work raised: where, and StepOutOfMemory, a mistake in
-    an imported file, or a bug."""
+    """The error for the user when a stage's work raised `cause`, with the place: StepOutOfMemory, a
+    known error, UserError for a mistake in an imported file, or HeteroError for a bug."""
     if is_out_of_memory(cause):
         return explained(where, cause, device, attempt)
     line = control.users_line(cause)
@@ -107,7 +107,7 @@ def tried_bytes(text: str) -> int | None:
 
 
 def _numbers(text: str, device: Device) -> str:
-    """ " on ...: it needs at least a of b", as the device reports now."""
+    """The text " on ..., it needs at least a of b", as the device reports now."""
     place = f" on {device.name}"
     try:
         memory = device.memory()
@@ -119,7 +119,7 @@ def _numbers(text: str, device: Device) -> str:
     if tried > memory.free:
         needed = memory.total - memory.free + tried
         return f"{place}, it needs at least {size(needed)} of {size(memory.total)}"
-    # Enough is free: in pieces, or not for this process (a limit of the system).
+    # Enough is free, but in pieces, or not for this process (a limit of the system).
     free = f"{size(memory.free)} of {size(memory.total)} are free"
     return (
         f"{place}, {size(tried)} more were needed at once, {free}, but not in one piece or not here"

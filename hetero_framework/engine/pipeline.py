@@ -39,9 +39,9 @@ _SUMS_POLL_S = 0.005
 _KNOWN_STEPS = 3
 _NO_ATTEMPT = -1
 _PATIENCE = 10.0
-"""Times the median step without anything moving, and it hangs,"""
+"""A step hangs if nothing moves for this many times the median step,"""
 _LEAST_PATIENCE_S = 60.0
-"""but not before this many seconds."""
+"""but never before this many seconds."""
 _FIGURES = [field.name for field in dataclasses.fields(StageFigures)]
 T = TypeVar("T")
 Part = tuple[int, int, api.StatePart]  # stage, part number, part
@@ -59,7 +59,7 @@ class StageStatistics(StageFigures):
 
     @property
     def step_s(self) -> float:
-        """From the step's begin to the last stage's report."""
+        """Seconds from the step's begin to the last stage's report."""
         return self.busy_s + self.wait_s
 
 
@@ -72,7 +72,7 @@ class HeldState:
 
 
 class Texts(Protocol):
-    """Texts that are continued, a token at a time; `next` and `take` go by micro-batches."""
+    """Texts that are continued by tokens: `next` gives a micro-batch, `take` gets its outcome."""
 
     @property
     def is_done(self) -> bool: ...
@@ -81,7 +81,7 @@ class Texts(Protocol):
 
 
 class Pipeline:
-    """All stages of the model as one thing that can run a step."""
+    """All stages of the model as one object that can run a step."""
 
     def __init__(
         self,
@@ -96,9 +96,9 @@ class Pipeline:
         ties: Ties,
         has_stages: Callable[[WorkerId], bool] = lambda worker: True,
     ) -> None:
-        """`hosts` hold the stages, the first one the first stage; they write into `results`.
-        `trained` are the parameters of each stage, by name. `has_stages` tells whether a worker's
-        process has its stages; others are not asked to forget a step."""
+        """`hosts` hold the stages and write into `results`; the first host has the first stage.
+        `trained` has the parameter names of each stage. `has_stages` tells whether a worker's
+        process has its stages: without them it is not asked to forget a step."""
         self._stages = list(stages)
         self._hosts = list(hosts)
         self._host_of = {k: host for host in hosts for k in host.indexes}
@@ -118,18 +118,18 @@ class Pipeline:
         self._step_s: deque[float] = deque(maxlen=20)
         self._committed: int | None = None
         self._snapshot: tuple[_StateReader, Callable[[int, int, api.StatePart], None]] | None = None
-        # From the last reports: seconds there and back by pairs of workers that have a link, and
-        # bytes that a worker has sent straight to others so far.
+        # From the last reports: round-trip seconds by pairs of workers that have a link, and the
+        # bytes that each worker has sent straight to other workers so far.
         self.round_trips: dict[frozenset[WorkerId], float] = {}
         self.direct_bytes: dict[WorkerId, int] = {}
         self._last_progress = time.monotonic()
         self._began = time.perf_counter()
         self.check: Callable[[], None] = lambda: None
-        """Called between two tasks and in waits, which its errors end."""
+        """Called between two tasks and in waits. An error that it raises ends the step or wait."""
 
     @property
     def idle_s(self) -> float:
-        """How long nothing has moved, as of the present wait."""
+        """Seconds since anything moved, as of the present wait."""
         return time.monotonic() - self._last_progress
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class Pipeline:
         schedule: StepSchedule,
         group: api.GradientSum | None = None,
     ) -> None:
-        """Announce a step to every host; the gradients of one that is summed go to `group`."""
+        """Announce a step to every host. The gradients of a summed step go to `group`."""
         self._share_weights(self._untold)
         self._info, self._tied = info, TiedGradients(self._ties)
         self._summing = None
@@ -172,8 +172,7 @@ class Pipeline:
 
     @contextmanager
     def judging_outcomes(self) -> Iterator[None]:
-        """An error within is about what the process of the last stage gave: its name goes in
-        front."""
+        """Errors within are about outcomes that the last stage's process gave: name it in front."""
         try:
             yield
         except (NumericError, ProtocolError) as error:
@@ -181,8 +180,8 @@ class Pipeline:
             raise type(error)(f"{who}: {error.message}", hint=error.hint) from error
 
     def run(self, batches: Sequence[api.Tensors]) -> list[float]:
-        """Drive all micro-batches through; their losses in order. Raises LinkLost or DirectLost
-        when a link breaks, Stalled when nothing moves any more."""
+        """Drive all micro-batches through the stages; return their losses in order. Raises LinkLost
+        or DirectLost when a link breaks, Stalled when nothing moves any more."""
         count = len(batches)
         admission = Admission(count, self._max_in_flight)
         here = self._hosts[0]
@@ -233,7 +232,7 @@ class Pipeline:
                 self._wait(partial("the token of micro-batch {}".format, taken))
 
     def _give_gradients(self) -> bool:
-        """Hand on the gradients of stages that are done; whether there were any."""
+        """Hand on the gradients of stages that are done; return whether there were any."""
         if self._summing is not None:
             return self._summing.give()
         if not self._ties.targets:
@@ -245,13 +244,13 @@ class Pipeline:
         return bool(parts)
 
     def _load_sums(self) -> bool:
-        """Have stages that are done take over the sums of all replicas, as far as they are there;
-        whether anything was taken."""
+        """Have stages that are done take over the sums of all replicas that have come. Returns
+        whether a stage took any."""
         return self._summing is not None and self._summing.load()
 
     def sum_gradients(self) -> None:
-        """After `run`, in a step that is summed: wait until every stage has the sums. Raises what
-        the group does, LinkLost and Stalled."""
+        """In a summed step, after `run`: wait until every stage has the sums. Raises the errors of
+        the group, LinkLost and Stalled."""
         if self._summing is None:
             return
         self._last_progress = time.monotonic()
@@ -260,7 +259,7 @@ class Pipeline:
                 self._last_progress = time.monotonic()
             elif (host := self._summing.loading) is not None:
                 self._wait(partial("{} to take over sums of gradients".format, _name(host)))
-            else:  # other replicas, of which no event tells
+            else:  # waits for other replicas, which cause no event here
                 self.check()
                 if self._receive(_SUMS_POLL_S):
                     self._last_progress = time.monotonic()
@@ -280,7 +279,7 @@ class Pipeline:
             self.load_state(stage, "tied gradients", parts)
 
     def report_gradients(self) -> tuple[list[api.GradientReport], dict[int, StageStatistics]]:
-        """Every stage's gradient norms, in stage order, and times; sums tied gradients."""
+        """Sum tied gradients; return every stage's gradient norms, in stage order, and times."""
         gradients: dict[int, api.GradientReport] = {}
         figures: dict[int, StageFigures] = {}
         self._sum_tied()
@@ -303,8 +302,8 @@ class Pipeline:
     def commit(
         self, learning_rate: float, grad_scale: float, recover: Callable[[LinkLost], None]
     ) -> None:
-        """Step everywhere; workers are told and not waited for. From here on the step is decided:
-        `recover` mends a link that breaks before its worker has answered, and calls
+        """Have all hosts step their optimizers; workers are told and not waited for. From here on
+        the step is decided: `recover` mends a link over which a worker cannot be told, and calls
         `repeat_commit`."""
         info = self._info
         order = Commit(info.step, info.attempt, learning_rate, grad_scale)
@@ -324,7 +323,7 @@ class Pipeline:
         self._untold = {k for k in self._ties.holders if self._host_of[k] not in told}
 
     def repeat_commit(self, worker: WorkerId) -> None:
-        """Over a new link: repeat a worker's unconfirmed order."""
+        """Send a worker's unconfirmed order again, over a new link."""
         for host in self._hosts:
             if host.id == worker:
                 host.repeat_commit()
@@ -336,12 +335,12 @@ class Pipeline:
             self._wait(lambda: f"the commit of {', '.join(map(_name, waiting))}")
 
     def forget_commits(self) -> None:
-        """The run goes back, so commits that hosts have not confirmed do not matter any more."""
+        """Forget commits that hosts have not confirmed, since the run goes back."""
         for host in self._hosts:
             host.forget_commit()
 
     def renew(self, worker: WorkerId) -> None:
-        """A worker's stages have been loaded again, in a new process."""
+        """Note that a worker's stages have been loaded again, in a new process."""
         self._step_s.clear()  # its first step may take longer
         self._by_id[worker].renew()
 
@@ -355,14 +354,14 @@ class Pipeline:
             self.until(host.abort, f"{_name(host)} to forget the step")
 
     def take_spans(self) -> dict[WorkerId, list[Span]]:
-        """Spans recorded since the last call, by process; times are by its clock."""
+        """Spans recorded since the last call, by process; times are by that process's clock."""
         taken = {host.id: host.take_spans() for host in self._hosts}
         return {host: spans for host, spans in taken.items() if spans or host == "local"}
 
     # -- state ----------------------------------------------------------------------------------
 
     def export(self) -> Iterator[Part]:
-        """(stage, part number, part) of the finished artefact; one part in memory at a time."""
+        """Yield (stage, part number, part) of the finished artefact; one part is in memory."""
         reader = _StateReader("export", self._committed, self._host_of)
         while not reader.is_done:
             stage, number, part = self.until(reader.next_part, f"the state of {_name(reader.host)}")
@@ -397,10 +396,10 @@ class Pipeline:
         self.share_tied_weights()
 
     def snapshot(self, take: Callable[[int, int, api.StatePart], None]) -> None:
-        """Have `take(stage, number, part)` called with every part of the state that the last commit
-        left, while the next steps run: in this thread, at most one part between two tasks. A part's
-        tensors are valid during the call. Replaces a snapshot that is not finished; one whose
-        `take` raises is forgotten."""
+        """Call `take(stage, number, part)` with every part of the state after the last commit while
+        the next steps run: in this thread, at most one part between two tasks. A part's tensors are
+        valid during the call. Replaces an unfinished snapshot. A snapshot whose `take` raises is
+        forgotten."""
         for host in self._hosts:
             host.snapshot(self._committed)
         self._snapshot = _StateReader("checkpoint", self._committed, self._host_of), take
@@ -412,7 +411,7 @@ class Pipeline:
             self.until(self._read_snapshot, f"the state of {_name(reader.host)}")
 
     def _read_snapshot(self) -> bool:
-        """Hand on one more part, if it is there."""
+        """Hand the snapshot's next part to `take`, if it has come; return whether it had."""
         if self._snapshot is None:
             return False
         snapshot = reader, take = self._snapshot
@@ -427,12 +426,12 @@ class Pipeline:
 
     @property
     def committed(self) -> int | None:
-        """The step of the last commit; None before the first. A state is known by it."""
+        """The step of the last commit, which identifies a state; None before the first."""
         return self._committed
 
     def rewind(self, step: int | None, state: Mapping[int, HeldState]) -> list[int]:
-        """Go back to the state after the commit of `step`, which `state` holds by stage: a process
-        that has kept the same state takes its own. Returns the stages that were sent theirs."""
+        """Go back to the state after the commit of `step`, held in `state` by stage. A process that
+        has kept the same state uses its own copy. Returns the stages that were sent a state."""
         self._snapshot, self._committed = None, step
         answers = {host.id: host.rewind(step) for host in self._hosts}  # all at once
         digests: dict[int, str] = {}
@@ -448,18 +447,18 @@ class Pipeline:
         return sent
 
     def load_state(self, stage: int, kind: LoadKind, parts: Iterable[api.StatePart]) -> None:
-        """Have a stage take over its parts of this kind of state (LOAD_STATE)."""
+        """Have a stage take over `parts` of this kind of state (LOAD_STATE)."""
         host = self._host_of[stage]
         for number, part in enumerate(parts):
             ask = partial(host.load_state, stage, kind, number, part)
             self.until(ask, f"{_name(host)} to take over its state")
 
     def share_tied_weights(self) -> None:
-        """After loading: give all targets the weight of their source."""
+        """Give all targets the weight of their source, after loading."""
         self._share_weights(set(self._ties.holders))
 
     def _share_weights(self, holders: set[int]) -> None:
-        """From these stages to those with targets. May be repeated after LinkLost."""
+        """Send tied weights of these stages to their targets. May be repeated after LinkLost."""
         self._untold = holders
         for stage in sorted(holders):
             weights = self._host_of[stage].tied_weights()
@@ -471,14 +470,14 @@ class Pipeline:
         self._untold = set()
 
     def until(self, ask: Callable[[], T | None], waiting_for: str) -> T:
-        """The answer of `ask` (not None or False); handles messages that arrive meanwhile."""
+        """Call `ask` until it answers (not None or False), and handle messages meanwhile."""
         self._last_progress = time.monotonic()
         while not (answer := ask()):
             self._wait(lambda: waiting_for)
         return answer
 
     def _feed(self, micro_batch: int, tensors: api.Tensors) -> None:
-        """Let a micro-batch in: what stages need of it goes ahead of the activations."""
+        """Let a micro-batch in: each stage gets the inputs that it needs ahead of activations."""
         batch = BatchInputs(tensors)
         needed = [(s.index, self._objective.stage_inputs(s, tensors)) for s in self._stages]
         for stage, names in needed:
@@ -498,8 +497,7 @@ class Pipeline:
         return True
 
     def _wait(self, waiting_for: Callable[[], str]) -> None:
-        """Wait for the next event. Raises Stalled when none has come for longer than any step
-        takes."""
+        """Wait for the next event. Raises Stalled when nothing has moved for `_stall_s`."""
         self.check()
         if self._receive(self._hosts[0].waits_s or _POLL_S):
             self._last_progress = time.monotonic()
@@ -511,7 +509,7 @@ class Pipeline:
 
     @property
     def _stall_s(self) -> float:
-        """`step_timeout_s`, shorter after fast steps."""
+        """Seconds without movement that are a stall: `step_timeout_s`, less after fast steps."""
         if len(self._step_s) < _KNOWN_STEPS:
             return self._step_timeout_s
         longest = _PATIENCE * statistics.median(self._step_s)
@@ -545,11 +543,11 @@ class _StateReader:
 
     @property
     def host(self) -> Host:
-        """The one whose part is next."""
+        """The host whose part is next."""
         return self._left[0][1]
 
     def next_part(self) -> Part | None:
-        """None until it has come."""
+        """The next part; None until it has come."""
         stage, host = self._left[0]
         number = self._number
         part = host.state(stage, self._kind, number, self.step)

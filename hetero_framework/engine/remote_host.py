@@ -22,7 +22,7 @@ from hetero_framework.log import one_lines
 
 @dataclass(frozen=True)
 class _PendingRequest:
-    """A question, its link, and the type of its answer."""
+    """A question, the link that it was sent over, and the test for its answer."""
 
     message: Message
     link: object
@@ -44,9 +44,9 @@ class RemoteHost(Host):
         trained: Mapping[int, Sequence[str]],
         states: Sequence[Sequence[str]],
     ) -> None:
-        """`deliver` receives this worker's boundary tensors for stages here. `targets` are its
-        stages' (`Ties.targets`), `trained` the parameters of each stage of the plan, `states` those
-        and what else training changes there."""
+        """`deliver` receives this worker's boundary tensors for local stages. `targets` has the
+        `Ties.targets` of each of its stages. For each stage of the plan, `trained` has the names of
+        its parameters, and `states` also the names of all else that training changes."""
         self.id = worker
         self.indexes = list(indexes)
         self._links = links
@@ -57,20 +57,20 @@ class RemoteHost(Host):
         self._info = api.StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._norms: api.HostReport | None = None
         self._gradients: list[api.GradientPart] = []
-        self._given: set[tuple[int, str]] = set()  # whose gradients have come in this attempt
+        self._given: set[tuple[int, str]] = set()  # (stage, name) of gradients that have come
         self._questions: dict[type[Body], _PendingRequest] = {}
         self._answers: dict[type[Body], Message] = {}
         self._commit: Message | None = None
         self._commit_step = -1
         self._spans: list[Span] = []
-        self._kept: tuple[int | None] | None = None  # the step whose state it is known to keep
+        self._kept: tuple[int | None] | None = None  # (step,) of the state that it is known to keep
 
     # -- a step ---------------------------------------------------------------------------------
 
     def begin(
         self, info: api.StepInfo, schedule: StepSchedule, take: api.TakeEarly | None = None
     ) -> None:
-        """A worker takes early gradients by itself; they are in `gradients`."""
+        """Begin a step. The worker sends early gradients unasked; `gradients` returns them."""
         self._info, self._norms, self._given = info, None, set()
         self._drop_gradients()
         self._links.ping(self.id)
@@ -81,7 +81,7 @@ class RemoteHost(Host):
         self._links.send(self.id, messages.inputs_message(self._info, stage, micro_batch, needed))
 
     def gradients(self) -> list[api.GradientPart]:
-        """Workers send gradients unasked, some while the stage still computes."""
+        """Gradients that have come: workers send them unasked, some while a stage computes."""
         parts, self._gradients = self._gradients, []
         return parts
 
@@ -90,7 +90,7 @@ class RemoteHost(Host):
             given.part.release()
 
     def report(self) -> api.HostReport | None:
-        """Workers send reports unasked when they are done."""
+        """The report, if it has come: workers send it unasked when they are done."""
         report, self._norms = self._norms, None
         return report
 
@@ -117,7 +117,7 @@ class RemoteHost(Host):
         return self._commit is None
 
     def repeat_commit(self) -> None:
-        """A worker that has committed already only confirms."""
+        """Send the unconfirmed order again. A worker that has committed already only confirms."""
         if self._commit is not None:
             self._links.send(self.id, self._commit)
 
@@ -142,7 +142,7 @@ class RemoteHost(Host):
     # -- state ----------------------------------------------------------------------------------
 
     def snapshot(self, step: int | None) -> None:
-        """A request for one part has the worker keep all its stages' state. Called again before
+        """Ask for one part, which has the worker keep all its stages' state. Called again before
         the next step, since the request may be lost with its link."""
         if self._kept != (step,):
             self._ask_state(self.indexes[0], "checkpoint", 0, step)
@@ -200,12 +200,12 @@ class RemoteHost(Host):
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
         asked = stage, number
         if kind == "weights":
-            self._kept = None  # the state that it keeps is no longer that of the stages
+            self._kept = None  # its kept state no longer equals the state of its stages
         question = messages.part_message(m.LoadState, stage, kind, number, part)
         return self._ask(question, m.StateLoaded, lambda b: (b.stage, b.part) == asked) is not None
 
     def answer(self, question: Message) -> Message | None:
-        """To a CONTROL request; None until it has come. The caller releases it."""
+        """The answer to a CONTROL request; None until it has come. The caller releases it."""
         request = question.expect(m.Control).request
         return self._ask(question, m.Control, lambda body: body.answers == request)
 
@@ -214,7 +214,7 @@ class RemoteHost(Host):
         return taken
 
     def receive(self, message: Message, arrival: object) -> None:
-        """Raises LinkLost for a goodbye, and ProtocolError for an impossible message."""
+        """Take a message. Raises LinkLost for BYE, ProtocolError for an impossible message."""
         try:
             self._receive(message, arrival)
         except ProtocolError as error:
@@ -263,7 +263,7 @@ class RemoteHost(Host):
     def _ask(
         self, question: Message, answer: type[Body], is_answer: Callable[[Any], bool]
     ) -> Message | None:
-        """The answer, None until it has come. A question is repeated only over a new link."""
+        """Send a question, again only over a new link. Returns its answer; None until it came."""
         link = self._links.generation(self.id)
         known = self._questions.get(answer)
         if known is None or known.link is not link or known.message.body != question.body:

@@ -57,7 +57,7 @@ from hetero_framework.models.rng import ForwardSeeds
 from hetero_framework.models.verify.side_tensor_checks import SideTensorChecks
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
-_LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # torch's own; of its shape
+_LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # of torch, in the weight's shape
 
 
 class Stage:
@@ -93,7 +93,7 @@ class Stage:
             shard.recompute_blocks()
         self.residence.accompany(shard)
         self._parameters = trainable_parameters(shard)
-        # Targets, tied to a weight of an earlier place, never step; in order of places.
+        # Parameters tied to a weight of an earlier place, in order of places; they never step.
         self._targets = tied_parameters(shard)
         named = dict(self._parameters)
         self._sources = {s: named[s] for s in sorted(shard.tied_elsewhere & named.keys())}
@@ -107,7 +107,7 @@ class Stage:
         self._info = StepInfo(step=0, attempt=0, train=True, micro_batches=0, num_items=1)
         self._saved: dict[int, tuple[Bundle, Bundle]] = {}
         self._finite: dict[int, Tensor] = {}
-        # What training changes beside the weights, and as it was before the step.
+        # What training changes besides the weights, and a copy from before the step.
         self._statistics = shard.statistics
         self._kept: Tensors | None = None
         self._decoder: Any = None  # a Decoder of extras/talking, while texts are continued
@@ -117,8 +117,8 @@ class Stage:
         shard.on_enter = self._seeds.enter
 
     def dissolve(self) -> tuple[ShardRange, ReusableModules]:
-        """End the stage: its range, and the modules that another shard can reuse. The rest goes,
-        even if the stage is still referenced."""
+        """End the stage; return its range and the modules that another shard can reuse. The rest is
+        freed, even if the stage is still referenced."""
         self.abort()
         self._early.close()
         self._parameters, self._names, self._optimizer = [], {}, None
@@ -135,8 +135,8 @@ class Stage:
     # -- a step ---------------------------------------------------------------------------------
 
     def begin(self, info: StepInfo, take: TakeEarly | None = None) -> None:
-        """In a step that is summed, `take` gets gradients as soon as they are final, while their
-        backward still runs, in its thread; `gradients` has the rest."""
+        """Begin a step. In a summed step `take` gets gradients as soon as they are final, in the
+        thread of the backward that still runs; `gradients` has the rest."""
         self.abort()
         self._info = info
         self._seeds.on, self._seeds.step = info.train, info.step
@@ -163,8 +163,8 @@ class Stage:
     def forward_backward(
         self, micro_batch: int, inputs: Tensors, received: Bundle
     ) -> tuple[Outcome, Bundle]:
-        """Last stage: this micro-batch's token losses / num_items (0-d, on the device), and the
-        gradients of its input. In a step without a label both are 0, as in TRL."""
+        """On the last stage: the sum of a micro-batch's token losses / num_items (0-d, on the
+        device), and its input's gradients. In a step without a label both are 0, as in TRL."""
         received = self._leaves(self._fitting(micro_batch, inputs, received))
         chunks = self._objective.num_chunks(self._shard.config, inputs)
         with self._last_backward(micro_batch, is_one=chunks == 1):
@@ -176,8 +176,8 @@ class Stage:
         return outcome, gradients_of(received)
 
     def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Outcome:
-        """Last stage outside training: the sum of the micro-batch's token losses, 0-d, or the next
-        token of a text."""
+        """On the last stage, outside training: the sum of a micro-batch's token losses (0-d), or
+        the next token of a text."""
         received = self._fitting(micro_batch, inputs, received)
         if self._decoder is not None:
             with self._running(micro_batch):
@@ -186,7 +186,7 @@ class Stage:
         return self._outcome(micro_batch, inputs, received, 1.0)
 
     def _cache(self, inputs: Tensors) -> Any:
-        """The cache of the text that the inputs belong to, if it is continued with one."""
+        """The cache of the text that the inputs belong to; None without one."""
         return self._decoder.cache(inputs) if self._decoder is not None else None
 
     def _outcome(
@@ -201,7 +201,7 @@ class Stage:
             self._shard,
             inputs,
             received,
-            # Filled there: a number copied to a GPU waits for everything that is queued on it.
+            # Filled on the device: copying a number to a GPU waits for all work queued there.
             torch.full((), num_items, device=self._device.torch_device),
             running=lambda: self._running(micro_batch),
             backward=self._scaled_backward if self.differentiates else None,
@@ -215,7 +215,7 @@ class Stage:
         (loss * self._info.loss_scale if self._info.loss_scale != 1.0 else loss).backward()
 
     def backward(self, micro_batch: int, gradients: Bundle) -> Bundle:
-        """Only where `differentiates`. Gradients for the stage before; empty if it needs none."""
+        """The gradients for the stage before; empty if it needs none. Only if `differentiates`."""
         received, left = self._saved.pop(micro_batch)
         expected = [(tensor.shape, tensor.dtype, False) for tensor in returning(left)]
         if [(t.shape, t.dtype, t.requires_grad) for t in gradients] != expected:
@@ -232,8 +232,8 @@ class Stage:
     def _last_backward(
         self, micro_batch: int, *, is_one: bool = True
     ) -> AbstractContextManager[None]:
-        """Around the backward of a micro-batch, or around several of which only one is through
-        blocks: gradients are final within if it is the step's last."""
+        """A context for the backward of a micro-batch: in the step's last one gradients are final.
+        Without `is_one` it has several backwards, of which only one goes through the blocks."""
         if micro_batch < self._info.micro_batches - 1:
             return nullcontext()
         outside = [] if is_one else [id(p) for p in self._shard.parameters_outside_blocks()]
@@ -243,9 +243,9 @@ class Stage:
     # -- the decision ---------------------------------------------------------------------------
 
     def gradients(self) -> Iterator[StatePart]:
-        """Gradients for the others to sum, by parameter, in parts: in a step that is summed all of
-        this replica's that were not taken early, for a tied weight those of each place; else those
-        of `ties`. They are valid until `load_state` brings those of all replicas, which may have
+        """Gradients that are summed elsewhere, by parameter, in parts. In a summed step: all that
+        were not taken early, for a tied weight one for each place. Otherwise: the gradients of
+        `ties`. They are valid until `load_state` brings the sums of all replicas, which may have
         other names."""
         if self._info.summed:
             given = self._early.given
@@ -269,11 +269,11 @@ class Stage:
 
     @property
     def awaits_sums(self) -> bool:
-        """Whether `report_gradients` is in want of sums of the kind "tied gradients"."""
+        """Whether `report_gradients` needs sums of the kind "tied gradients" first."""
         return bool(self._sources)
 
     def _add_tied(self) -> None:
-        """Add up the gradients of each tied weight, from the last place on."""
+        """Add up the gradients of each tied weight, from its last place to its first."""
         sums = {name: total.to(self._sources[name]) for name, total in self._sums_elsewhere.items()}
         named = dict(self._parameters)
         for name, target in reversed(self._targets.items()):
@@ -298,7 +298,7 @@ class Stage:
         return GradientReport(self._device.to_host(stacked), self._nonfinite())
 
     def commit(self, learning_rate: float, grad_scale: float) -> None:
-        """Clip by the coordinator's factor for all stages, and step."""
+        """Clip gradients by the coordinator's factor for all stages, and step the optimizer."""
         if self._optimizer is not None:
             for _, parameter in self._parameters:
                 if parameter.grad is not None and grad_scale != 1.0:
@@ -326,7 +326,7 @@ class Stage:
             parameter.grad = gradient
 
     def abort(self) -> None:
-        """Forget the step: gradients, stored activations and statistics, not the weights."""
+        """Forget the step: drop gradients and stored activations, put statistics back."""
         if self._kept is not None:
             put_back(self._statistics, self._kept)
             self._kept = None
@@ -353,7 +353,7 @@ class Stage:
 
     def snapshot(self, *, lasting: bool = False) -> StateSnapshot:
         """Trainable weights and optimizer state, keyed "weights/<parameter>" and
-        "optimizer/<key>/<parameter>". `keep` it before the next commit."""
+        "optimizer/<key>/<parameter>". Call its `keep` before the next commit."""
         return StateSnapshot(self._checkpoint_entries(), self._device, lasting=lasting)
 
     def weights(self, names: Sequence[str], number: int) -> StatePart:
@@ -382,9 +382,9 @@ class Stage:
             yield f"{WEIGHTS}/{name}", value, {}
 
     def load_state(self, kind: str, part: StatePart) -> None:
-        """Take over parts of a "checkpoint" (of `snapshot`), an "adapter" file, "tied weights" by
-        their sources or, in a step, "tied gradients". Raises CheckpointError for a tensor without a
-        place here, or a weight without a tensor."""
+        """Take over a part of a "checkpoint" (of `snapshot`), "weights", an "adapter" file, "tied
+        weights" by source or, in a step, "gradients" or "tied gradients". Raises CheckpointError or
+        ProtocolError for a tensor without a place here, CheckpointError if a weight is absent."""
         if kind == "tied weights":
             self.set_tied_weights(part.tensors)
         elif kind == "tied gradients":
@@ -405,14 +405,14 @@ class Stage:
             self._load_checkpoint(part)
 
     def _load_gradients(self, sums: Tensors) -> None:
-        """The sums over all replicas, in place of this one's gradients."""
+        """Replace this replica's gradients by the sums over all replicas."""
         places = {**dict(self._parameters), **self._targets}
         for name, total in sums.items():
             parameter = self._place(places, name, total)
             parameter.grad = total.to(parameter, copy=True)
 
     def _load_weights(self, weights: Tensors) -> None:
-        """Other weights of some parameters; their optimizer goes on as it is."""
+        """Replace the weights of some parameters; the optimizer goes on as it is."""
         places = dict(self._parameters)
         with torch.no_grad():
             for name, weight in weights.items():
@@ -430,7 +430,7 @@ class Stage:
         return parameter
 
     def _load_checkpoint(self, part: StatePart) -> None:
-        """Weights at once; the optimizer's state is put in place with the last part."""
+        """Load weights at once, and the optimizer's state with the last part."""
         parameters: dict[str, Tensor] = {**dict(self._parameters), **self._statistics}
         for full_name, value in [*part.tensors.items(), *part.values.items()]:
             kind, _, rest = full_name.partition("/")
@@ -463,11 +463,11 @@ class Stage:
             self._loading = {}
 
     def tied_weights(self) -> Tensors:
-        """The weights that other stages have targets of."""
+        """The weights here that have targets on other stages."""
         return {name: self._tied_copies[name].of(p) for name, p in self._sources.items()}
 
     def set_tied_weights(self, weights: Tensors) -> None:
-        """Have the targets here take over those of their sources that are among `weights`."""
+        """Copy the sources among `weights` to their targets here."""
         with torch.no_grad():
             for name, source in self.ties.items():
                 if source in weights:
@@ -480,16 +480,16 @@ class Stage:
         )
 
     def _fitting(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle:
-        """The bundle from the stage before, if it has the model's side tensors and a hidden state
-        of this micro-batch: of its rows and tokens, whatever other axes the model has. Another one
-        could pass for it unnoticed where torch repeats axes of size 1."""
+        """The bundle from the stage before. Raises ProtocolError unless it has the model's side
+        tensors, and hidden_states with the micro-batch's rows and tokens: torch repeats axes of
+        size 1, so that a wrong bundle could pass unnoticed."""
         if self.is_first:
             return received
         size = rows_and_tokens({name: tensor.shape for name, tensor in inputs.items()})
         forms = [(tuple(t.shape), t.dtype, t.requires_grad) for t in received]
         problem = self._shard.arrival_problem(forms, size)
         train, decoding = self._info.train, self._info.decoding
-        # What is kept of earlier tokens may be among the side tensors.
+        # With a cache, side tensors may also cover earlier tokens.
         exact = decoding is None or not decoding.cached
         if problem is None and size is not None:
             problem = self._side_checks.problem(received[1:], *size, train=train, exact=exact)
@@ -499,7 +499,7 @@ class Stage:
         return received
 
     def arrival_problem(self, forms: Sequence[Form], rows: int, tokens: int) -> str | None:
-        """Checks the number of side tensors, not their forms."""
+        """The problem with these tensors, or None. Does not check the forms of side tensors."""
         return self._shard.arrival_problem(forms, (rows, tokens))
 
     def _leaves(self, received: Bundle) -> Bundle:
@@ -521,7 +521,7 @@ class Stage:
             self._finite[micro_batch] = torch.isfinite(tensor.detach()).all()
 
     def _nonfinite(self) -> tuple[int, ...]:
-        """Micro-batches whose output was not finite; one read, since each waits for the device."""
+        """Micro-batches whose output was not finite. One read: each read waits for the device."""
         if not self._finite:
             return ()
         finite = self._device.to_host(torch.stack(list(self._finite.values()))).tolist()
@@ -533,5 +533,5 @@ class Stage:
 
 
 def _sum(total: Tensor | None, more: Tensor) -> Tensor:
-    """In the memory of `total`, if there is one."""
+    """`total` + `more`, in the memory of `total` if there is one."""
     return more if total is None else total.add_(more)

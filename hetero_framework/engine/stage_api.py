@@ -1,6 +1,6 @@
 """The stage interface: the contract between the engine and whatever computes.
 
-Pipeline, executor, hosts and messages import this module alone. `stage.Stage` implements it;
+Pipeline, executor, hosts and messages know stages only by this module. `stage.Stage` implements it;
 benchmarks implement stages that sleep. A boundary carries a `Bundle`, which is empty as the first
 stage's input and for gradients that are not needed.
 """
@@ -24,9 +24,9 @@ from hetero_framework.models.cut.side import Bundle, Form
 
 Tensors = dict[str, Tensor]
 Loss = float | Tensor  # reading the number of a tensor waits for its device
-States = dict[str, dict[str, Any]]  # an optimizer's, by the name of the parameter
+States = dict[str, dict[str, Any]]  # of an optimizer, by parameter name
 Transfer = tuple[str, DeviceEvent, DeviceEvent]
-"""Kind (of `spans.VISITS`), beginning and end of a copy, or of a wait for one."""
+"""Kind (of `spans.VISITS`), beginning and end of a copy, or of a wait for a copy."""
 
 
 def _nothing() -> None:
@@ -53,14 +53,14 @@ class Arrival:
 class StepInfo:
     """A step, as every stage must know it before its first micro-batch.
 
-    Every loss is divided by `num_items`, what the objective counts of the whole global batch (its
-    label tokens, for most models), and multiplied by `loss_scale` (fp16) before backward; gradients
-    are divided by that before anybody looks at them. `attempt` tells a repeated step's frames from
-    stale ones. With `summed` other replicas' gradients are added before that; this one's
-    micro-batches draw their random numbers as if `first_micro_batch` of the others' came before
-    them. With `decoding` there is no loss: a micro-batch continues a text, see `TextGeneration`. In
-    a pass of the `reference` adapters are switched off. With `predicts` outcomes of an evaluation
-    have predictions (extras/reporting/predictions.py).
+    Every loss is divided by `num_items`, the number of items that the objective counts in the
+    global batch (for most models its label tokens). It is multiplied by `loss_scale` (fp16) before
+    backward, and gradients are divided by `loss_scale` before they are read. `attempt` tells a
+    repeated step's frames from stale frames. With `summed`, other replicas' gradients are added
+    first, and micro-batch k draws its random numbers as number `first_micro_batch` + k. With
+    `decoding` there is no loss: a micro-batch continues a text, see `TextGeneration`. With
+    `reference` adapters are switched off. With `predicts` outcomes of an evaluation have
+    predictions (extras/reporting/predictions.py).
     """
 
     step: int
@@ -90,8 +90,8 @@ class GradientReport:
 
 @dataclass(frozen=True)
 class HostReport:
-    """A host's report after all micro-batches of a training step: its stages' gradients and
-    figures; seconds there and back to other workers, and bytes sent straight to them so far."""
+    """A host's report after all micro-batches of a training step: gradient reports and figures by
+    stage, round-trip seconds by other worker, bytes sent straight to other workers so far."""
 
     gradients: Mapping[int, GradientReport]
     figures: Mapping[int, StageFigures]
@@ -123,7 +123,7 @@ class TakeEarly(Protocol):
     nothing."""
 
     def has_room(self) -> bool:
-        """Whether more would go out at once. Else they wait for that, or for their stage's end."""
+        """Whether more gradients would go out at once; else they wait, up to the stage's end."""
 
     def take(self, part: GradientPart) -> None: ...
 
@@ -132,20 +132,20 @@ class GradientSum(Protocol):
     """The gradients of one step of all replicas. Methods raise errors that end the step here."""
 
     def give(self, part: GradientPart) -> None:
-        """A part of this replica's, in any order of stages; one that was given before, since a link
-        broke, may come again."""
+        """Take a part of this replica's gradients, with stages in any order. After a broken link a
+        part may come again."""
 
     def end(self) -> None:
-        """All of this replica's have been given; other parameters have no gradient here."""
+        """Note that all gradients of this replica were given; other parameters have none."""
 
     def sums(self, names: Sequence[str]) -> Tensors | None:
-        """The gradients of these parameters over all replicas; None until all are there. Leaves out
-        names without a gradient anywhere."""
+        """The summed gradients of these parameters over all replicas; None until all have come.
+        Leaves out names without a gradient anywhere."""
 
 
 @dataclass(frozen=True)
 class RewoundState:
-    """The state that a host had kept of the step that the run goes back to: digests by stage."""
+    """Digests by stage of the state that a host had kept of the step that the run goes back to."""
 
     digests: Mapping[int, str] = field(default_factory=dict)
 
@@ -159,30 +159,29 @@ class Snapshot(Protocol):
 
 
 class Residence:
-    """The places of one stage's tensors: here its device, for all of them. Others may keep some in
-    host memory, from where they come to the device in time."""
+    """Where one stage's tensors are kept: here all on its device. A subclass may keep some in host
+    memory, and copy them to the device in time."""
 
     streams: ClassVar[bool] = False
-    """Whether tensors come and go while tasks run, so that it has to hear of each task."""
+    """Whether tensors come and go while tasks run, so that each task calls `begin` and `end`."""
 
     @property
     def misses(self) -> int | None:
-        """How often a layer was used before its copy had been asked for; None where none
-        streams."""
+        """How often a layer was used before its copy was asked for; None where none streams."""
         return None
 
     def accompany(self, shard: Shard) -> None:
-        """Hear of the use of this shard's layers from now on."""
+        """Follow the use of this shard's layers from now on."""
 
     def begin(self, kind: str, micro_batch: int, following: str) -> None:
-        """A task begins: FORWARD (on the last stage with its backward) or BACKWARD. `following` is
-        the kind of this stage's next task, as far as the order tells."""
+        """Note that a task begins: FORWARD (on the last stage with its backward) or BACKWARD.
+        `following` is the kind of this stage's next task, as far as the order tells."""
 
     def end(self) -> None:
-        """All work of the task is queued."""
+        """Note that all work of the task is queued on the device."""
 
     def abort(self) -> None:
-        """The step is forgotten."""
+        """Forget the step."""
 
     def step(self, optimizer: Optimizer) -> None:
         """Step the optimizer."""
@@ -196,12 +195,12 @@ class Residence:
         """Wait until the optimizer's states may be read."""
 
     def transfers(self) -> list[Transfer]:
-        """The copies, and waits for them, since the last call; waits for none. A wait that ends
-        before it begins was none."""
+        """Copies, and waits for copies, since the last call. Does not wait for any. An entry that
+        ends before it begins stands for no wait."""
         return []
 
     def dissolve(self, modules: ReusableModules) -> ReusableModules:
-        """End it; the modules that are whole on the device."""
+        """End the residence; return the modules that are whole on the device."""
         return modules
 
 
@@ -212,12 +211,12 @@ class StageInterface(Protocol):
     is_first: bool
     is_last: bool
     input_requires_grad: bool
-    """Whether something before this stage is trained: it then returns a gradient."""
+    """Whether something before this stage is trained: then this stage returns a gradient."""
     residence: Residence
 
     @property
     def fingerprint(self) -> Mapping[str, str]:
-        """Hashes of the weights it was read from (models/files/fingerprint.py); empty for none."""
+        """Hashes of the weights that were read (models/files/fingerprint.py); empty for none."""
 
     @property
     def differentiates(self) -> bool:
@@ -225,17 +224,17 @@ class StageInterface(Protocol):
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """{target: source} of trained parameters that are a weight of an earlier stage, in the
-        order of places; `gradients` gives these, and `set_tied_weights` brings the new weight."""
+        """{target: source} of parameters here that are tied to a weight of an earlier stage, in the
+        order of places. `gradients` gives theirs, and `set_tied_weights` brings new weights."""
 
     @property
     def awaits_sums(self) -> bool:
-        """Whether later stages have such targets of weights here: `load_state` brings the sums of
-        their gradients before `report_gradients`."""
+        """Whether later stages have targets of weights here. `load_state` then brings the sums of
+        the targets' gradients before `report_gradients`."""
 
     def arrival_problem(self, forms: Sequence[Form], rows: int, tokens: int) -> str | None:
-        """Problems, as far as headers tell, with the tensors that came for a micro-batch of
-        this size; None where nothing is. Called in any thread."""
+        """The problem, as far as headers tell, with tensors that came for a micro-batch of this
+        size; None if there is none. Called in any thread."""
 
     def begin(self, info: StepInfo, take: TakeEarly | None = None) -> None: ...
     def forward(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle: ...

@@ -35,9 +35,9 @@ from hetero_framework.errors import ProtocolError, is_out_of_memory
 
 
 class StageHost(Host):
-    """A `Host` whose stages are in this process. `last_step` is the last one committed here (None:
-    none yet), `schedule` that of the last step that began. Raises StepOutOfMemory before a
-    decision: the attempt may be aborted and repeated; in a commit OutOfMemory, which is final."""
+    """A `Host` whose stages are in this process. `last_step` is the last step committed here (None:
+    none yet); `schedule` is the schedule of the last step that began. A lack of memory raises
+    StepOutOfMemory (the attempt may be repeated), but in a commit OutOfMemory, which is final."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class StageHost(Host):
         id: WorkerId = "local",
         keeps_state: bool = False,
     ) -> None:
-        """A worker's sink gets losses as numbers; this process's own may still be tensors. With
+        """A worker's sink gets losses as numbers; the coordinator's sink may get tensors. With
         `keeps_state` the last snapshot stays in memory, for `rewind`."""
         self.id = id
         self.config = config
@@ -75,9 +75,9 @@ class StageHost(Host):
         self._last_attempt = -1
         self._began: tuple[int, bool] | None = None
         self._reported = False
-        self._given: set[int] = set()  # stages whose gradients have been handed out,
-        self._summed: set[int] = set()  # and those that have the sums,
-        self._tied_sums: set[int] = set()  # also those of targets on other stages
+        self._given: set[int] = set()  # stages whose gradients were handed out
+        self._summed: set[int] = set()  # stages that have the sums of all replicas
+        self._tied_sums: set[int] = set()  # stages that have the sums of their targets
         self._early: list[tuple[Message, Any]] = []
         self._snapshots: dict[int, api.Snapshot] = {}
         self._snapshot_step: int | None = None
@@ -86,7 +86,7 @@ class StageHost(Host):
 
     @property
     def info(self) -> api.StepInfo | None:
-        """The attempt that runs."""
+        """The attempt that began last; None before the first and after `abort`."""
         return self._executor.info
 
     # -- a step ---------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class StageHost(Host):
             self._given, self._summed, self._tied_sums = set(), set(), set()
             self._executor.begin(info, schedule, take)
         if self._began == (info.step, info.train):
-            self._device.empty_cache()  # done again, maybe for a lack of memory in some process
+            self._device.empty_cache()  # repeated, maybe since memory ran out somewhere
         self._began = info.step, info.train
         early, self._early = self._early, []
         for message, arrival in early:
@@ -120,8 +120,8 @@ class StageHost(Host):
         return self._executor.has_inputs(stage)
 
     def data(self, message: Message, arrival: Any) -> None:
-        """INPUTS, FORWARD or BACKWARD with the result of `unpack`: for this attempt, or for a later
-        one of which another worker has heard before us."""
+        """Take INPUTS, FORWARD or BACKWARD with the result of `unpack`, of this attempt or of a
+        later attempt, if another worker has heard of that before us."""
         body = message.body
         assert isinstance(body, (m.Inputs, m.BoundaryTensor))
         info, executor = self._executor.info, self._executor
@@ -181,7 +181,7 @@ class StageHost(Host):
         return api.HostReport(gradients, self._figures())
 
     def commit(self, order: m.Commit, tied_weights: api.Tensors | None = None) -> api.Tensors:
-        """Changes nothing when repeated. Raises ProtocolError where the gradients are not here."""
+        """Commit, or change nothing when repeated. Raises ProtocolError without the gradients."""
         if self.last_step == order.step:
             return {}
         if not self.is_running(order.step, order.attempt):
@@ -210,7 +210,7 @@ class StageHost(Host):
     # -- state ----------------------------------------------------------------------------------
 
     def snapshot(self, step: int | None) -> None:
-        """Raises ProtocolError when another step has been committed since."""
+        """Keep the state. Raises ProtocolError if another step has been committed since."""
         if self._snapshots and self._snapshot_step == step:
             return
         if self.last_step != step:
@@ -271,7 +271,7 @@ class StageHost(Host):
         return True
 
     def _take_sums(self, stage: int, kind: LoadKind, part: api.StatePart) -> None:
-        """Raises ProtocolError where this stage waits for none."""
+        """Give a stage its sums. Raises ProtocolError if the stage waits for none."""
         live = self._executor.stage(stage)
         is_tied = kind == "tied gradients"
         waits = live.awaits_sums and not self._reported if is_tied else stage in self._given

@@ -24,7 +24,7 @@ Entry = tuple[str, torch.Tensor, dict[str, Any]]  # name, tensor, values that ar
 
 
 class StateSnapshot:
-    """The parts of one stage's state, for reading in ascending order, the last one repeatedly."""
+    """A stage's state in parts, read in ascending order. The part last read may be read again."""
 
     def __init__(self, entries: Iterable[Entry], device: Device, *, lasting: bool = False) -> None:
         """`entries` hold the live tensors; `keep` must be called before they change. A `lasting`
@@ -35,7 +35,7 @@ class StateSnapshot:
         self._kept: dict[int, StatePart] = {}
 
     def part(self, number: int) -> StatePart:
-        """A part in memory of its own. Raises ProtocolError for one that is gone."""
+        """A part in memory of its own. Raises ProtocolError for a part that is gone."""
         for done in [k for k in self._live if k < number and not self._lasting]:
             del self._live[done]
             self._kept.pop(done, None)
@@ -66,7 +66,7 @@ class StateSnapshot:
 
 
 def digest(parts: Iterable[StatePart]) -> str:
-    """XXH3, 128 bits, of names, bytes and values in their order: equal where two processes hold the
+    """XXH3 (128 bits) of names, bytes and values in their order: equal if two processes hold the
     same state. It guards against mistakes, not against malice."""
     hasher = xxhash.xxh3_128()
     for part in parts:
@@ -79,7 +79,7 @@ def digest(parts: Iterable[StatePart]) -> str:
 
 
 def in_parts(entries: Iterable[Entry]) -> Iterator[StatePart]:
-    """Entries in parts of about `STATE_PART_BYTES`, the last one marked."""
+    """Group entries into parts of about `STATE_PART_BYTES`; the last part is marked."""
     tensors: Tensors = {}
     values: dict[str, Any] = {}
     size = 0

@@ -15,8 +15,8 @@ class Summing:
     """Gives the gradients of one attempt to the group, and the sums to the stages. Both go on while
     other stages compute: nothing here waits. Raises the group's errors, and LinkLost.
 
-    `trained` are the parameters of each stage by name, without a tied head, which the gradients
-    name. `hosts` are by stage. `on_sums(stage, sums)` gets those of each stage, once.
+    `trained` has the parameter names of each stage; names of tied heads come with the gradients.
+    `hosts` has the host of each stage. `on_sums(stage, sums)` gets the sums of each stage once.
     """
 
     def __init__(
@@ -42,23 +42,23 @@ class Summing:
 
     @property
     def loading(self) -> Host | None:
-        """Workers that have not confirmed the sums that they were sent."""
+        """The host that is to take over sums now; None if none is."""
         return self._hosts[self._loading[0][0]] if self._loading else None
 
     def has_room(self) -> bool:
-        """The links between islands carry nothing else meanwhile."""
+        """Always True: the links between islands carry nothing else meanwhile."""
         return True
 
     def take(self, part: api.GradientPart) -> None:
-        """Of a stage that still computes; may be called in another thread. An error that ends the
-        step is raised by `give`, not in the middle of a task."""
+        """Take gradients of a stage that still computes. May be called in another thread. An error
+        that ends the step is raised by `give`, not in the middle of a task."""
         try:
             self._group.give(part)
         except (ReplicasChanged, ProtocolError) as ended:
             self._ended = ended
 
     def give(self) -> bool:
-        """Hand on the final gradients of stages; whether there were any."""
+        """Hand the final gradients of stages to the group; return whether there were any."""
         if self._ended is not None:
             raise self._ended
         hosts = dict.fromkeys(self._hosts.values())
@@ -74,7 +74,7 @@ class Summing:
         return bool(parts)
 
     def load(self) -> bool:
-        """Go on with having stages take over their sums; whether one has taken a part."""
+        """Have a stage take over the next part of its sums; return whether it took one."""
         if not self._loading and not self._next_sums():
             return False
         stage, number, part = self._loading[0]
@@ -84,7 +84,7 @@ class Summing:
         return taken
 
     def _next_sums(self) -> bool:
-        """Queue the sums of one more stage for loading, if they are there."""
+        """Queue the sums of one more stage for loading, if they have come."""
         for stage in self._left:
             sums = self._group.sums(tuple(self._names[stage])) if stage in self._given else None
             if sums is not None:

@@ -1,9 +1,9 @@
 """Tied weights in several stages: summing their gradients and distributing the new weight.
 
-A tied weight's first place in the model is its source: that stage makes the optimizer's step.
-Stages with later places of it, the targets, send their gradients and receive the new weight. The
-sum begins with the last place and goes one place back at a time, as backward passes go through a
-model, so that it is the same under any cut.
+A tied weight's first place in the model is its source: the stage there makes the optimizer's step.
+Later places are its targets: their stages send gradients and receive the new weight. The sum begins
+with the last place and goes one place back at a time, as backward passes go through a model, so
+that it is the same under any cut.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hetero_framework.errors import ProtocolError
 
 
 class Ties:
-    """The ties between a plan's stages. `targets` are by stage {target: source}, in the order of
-    places, with the source on another stage; `trained` are the parameters of each stage by name."""
+    """The ties between a plan's stages. `targets[stage]` is {target: source} in order of places;
+    the sources are on other stages. `trained` has the parameter names of each stage."""
 
     def __init__(
         self, targets: Mapping[int, Mapping[str, str]], trained: Mapping[int, Sequence[str]]
@@ -31,15 +31,15 @@ class Ties:
 
     @property
     def holders(self) -> list[int]:
-        """The stages with a source of targets on others, the last one first."""
+        """The stages whose weights have targets on other stages, the last stage first."""
         return sorted(set(self._holder.values()), reverse=True)
 
     def sources(self, stage: int) -> list[str]:
-        """The weights of a stage of which others have targets."""
+        """The weights of a stage that have targets on other stages."""
         return [source for source, holder in self._holder.items() if holder == stage]
 
     def followers(self, sources: Iterable[str]) -> dict[int, list[str]]:
-        """The stages with targets of these weights, and their sources."""
+        """For each stage with targets of these weights, the sources of its targets."""
         known = set(sources)
         wanted = {k: [*dict.fromkeys(tied.values())] for k, tied in self.targets.items()}
         followed = {k: [name for name in names if name in known] for k, names in wanted.items()}
@@ -52,7 +52,7 @@ class TiedGradients:
     def __init__(self, ties: Ties) -> None:
         self._ties = ties
         self._waiting = set(ties.targets)
-        self._gradients: dict[str, api.Tensors] = {}  # by source, those of its targets
+        self._gradients: dict[str, api.Tensors] = {}  # [source][target]
 
     @property
     def waiting(self) -> list[int]:
@@ -60,7 +60,7 @@ class TiedGradients:
         return sorted(self._waiting)
 
     def take(self, stage: int, gradients: api.Tensors, *, last: bool) -> None:
-        """Take a part of a stage's gradients; those of targets are copied."""
+        """Take a part of a stage's gradients: gradients of targets are copied."""
         for name, source in self._ties.targets.get(stage, {}).items():
             if name in gradients:
                 self._gradients.setdefault(source, {})[name] = gradients[name].clone()
@@ -68,8 +68,8 @@ class TiedGradients:
             self._waiting.discard(stage)
 
     def sums(self, holder: int) -> api.Tensors:
-        """Once all have come: the sums over the targets elsewhere of a stage's weights, but for
-        weights whose targets have no gradient."""
+        """For each tied weight of a stage, the sum of its targets' gradients on other stages, once
+        all have come. Leaves out weights whose targets have no gradient."""
         return {s: self._sum(s) for s in self._ties.sources(holder) if s in self._gradients}
 
     def _sum(self, source: str) -> Tensor:

@@ -1,6 +1,6 @@
 """Lower bounds on a step's length, from single machines, as for job shops.
 
-Of any set J of tasks that one machine does, the step lasts at least
+For any set J of tasks of one machine, the step lasts at least
 
     least head of J + sum of the work of J + least tail of J     (Carlier 1982),
 
@@ -18,9 +18,9 @@ from hetero_framework.engine.schedule.simulator import Nic, Profile
 
 
 class _Flow(NamedTuple):
-    """The forwards or the backwards of all micro-batches on one machine, in seconds: the work of
-    each, the head of the first, the tail of the last. One comes (a backward: goes) no sooner than
-    `pace_s` after the one before: what the slowest in front of it takes for one."""
+    """The forwards or the backwards of all micro-batches on one machine. In seconds: the work of
+    each, the head of the first, the tail of the last. Forwards come, and backwards leave, at least
+    `pace_s` apart: the time that the slowest stage or edge in front takes for one."""
 
     kind: str
     work_s: float
@@ -30,7 +30,7 @@ class _Flow(NamedTuple):
 
 
 class _Load:
-    """The work of one machine. `limit` is the fewest forwards that a stage up to here stores."""
+    """The work of one machine. `limit` is the least in-flight limit up to its first stage."""
 
     __slots__ = ("flows", "limit")
 
@@ -45,7 +45,7 @@ def step_bound(
     """Least seconds of a step under any schedule; 0 without micro-batches. `in_flight_limits[k]` is
     how many forwards stage k may store, by default all.
 
-    For equal stages and free transfers that is (m + p - 1)(F + B), which 1F1B reaches, and with v
+    For equal stages and free transfers it is (m + p - 1)(F + B), which 1F1B reaches, and with v
     stages per device m(F + B) + (p - 1)(F + B) / v (Narayanan et al. 2021, section 2.2).
     """
     if not micro_batches:
@@ -56,17 +56,17 @@ def step_bound(
 def machine_bounds(
     profile: Profile, micro_batches: int, in_flight_limits: Sequence[int] | None = None
 ) -> list[float]:
-    """Seconds by which the path of one micro-batch, each stage's in-flight limit, each device and
-    each NIC bound a step of at least one micro-batch; `step_bound` is the largest of them.
+    """Lower bounds in seconds for a step of at least one micro-batch: by the path of a micro-batch,
+    by each stage's in-flight limit, each device and each NIC. `step_bound` is their maximum.
 
-    A stage of limit h begins a forward only when the h-th before it has come back. So its last one
-    begins (m - 1) // h rounds after its first, each as long as the way of one micro-batch from this
-    stage to the end and back: path + (m - 1) // h * round.
+    A stage of limit h begins a forward only when the h-th forward before it has come back. So its
+    last forward begins (m - 1) // h rounds after its first. A round is the way of one micro-batch
+    from this stage to the end and back. This gives the bound path + (m - 1) // h * round.
     """
     m, last, path_s = micro_batches, profile.num_stages - 1, profile.path_s
     bounds = [path_s]
     loads: dict[int | Nic, _Load] = {}
-    head_s = tail_s = 0.0  # of the stage: of its first forward, and of its last backward
+    head_s = tail_s = 0.0  # of the stage's first forward, and of its last backward
     forward_pace_s = backward_pace_s = 0.0  # of the slowest stage or edge so far
     limit = m
     for stage, device in enumerate(profile.devices):
@@ -81,7 +81,7 @@ def machine_bounds(
             limit = min(limit, in_flight_limits[stage])
             if not load.flows:
                 load.limit = limit
-        # A task's head and tail are what is left of the path without it, in front and behind.
+        # A task's head is the path before it, its tail the path behind it.
         after_s, before_s = path_s - head_s - forward_s, path_s - tail_s - backward_s
         load.flows.append(_Flow(FORWARD, forward_s, head_s, after_s, forward_pace_s))
         load.flows.append(_Flow(BACKWARD, backward_s, before_s, tail_s, backward_pace_s))
@@ -106,9 +106,9 @@ def machine_bounds(
 
 
 def _one_machine_s(flows: Sequence[_Flow], m: int, limit: int) -> float:
-    """The bound from one machine: J are all its tasks. Of a machine with the forwards and
-    the backwards of one stage or edge alone, J is that without the first few forwards and the last
-    few backwards, as far as that gives more (`_idle_s`)."""
+    """The bound from one machine, with all its tasks as J. If it has only the forwards and the
+    backwards of one stage or edge, the first few forwards and the last few backwards are left out
+    of J as far as that raises the bound (`_idle_s`)."""
     if len(flows) == 2 and flows[0].kind != flows[1].kind:
         there, back = flows if flows[0].kind == FORWARD else reversed(flows)
         before_s, first = _idle_s(there, back.head_s - there.head_s, limit)
@@ -122,14 +122,14 @@ def _one_machine_s(flows: Sequence[_Flow], m: int, limit: int) -> float:
 
 
 def _idle_s(flow: _Flow, span_s: float, limit: int) -> tuple[float, int]:
-    """The growth of the bound if the first k tasks of a flow are not in J, for the best k up to
-    `limit`, and that k; 0 for none.
+    """The most that the bound grows if the first k <= `limit` tasks of a flow are left out of J,
+    and that k; zeros if it never grows.
 
-    For forwards (for backwards the same from the end of the step): without the first k of them the
-    least head of J is later by min(k pace, span), since forward k + 1 comes k pace after the first,
-    and the first backward, for which forward `limit` + 1 waits, comes after `span_s`.
-    The work of J is less by k work. Of min(k pace, span) - k work the largest is at the last k with
-    k pace <= span or at the next one.
+    This describes forwards; for backwards read it from the end of the step. Without the first k
+    forwards the least head of J is later by min(k pace, span): forward k + 1 comes k pace after the
+    first, and the first backward, for which forward `limit` + 1 waits, comes after `span_s`. The
+    work of J shrinks by k work. So the growth is min(k pace, span) - k work. It is largest at the
+    last k with k pace <= span, or at the next k.
     """
     count = min(limit, int(span_s / flow.pace_s)) if flow.pace_s > 0 else limit
     in_time = (count * (flow.pace_s - flow.work_s), count)

@@ -15,13 +15,13 @@ from hetero_framework.engine.schedule.readiness import (
 from hetero_framework.engine.schedule.simulator import Profile
 
 _HEAD_WEIGHTS = (0.2, 0.75, 0.0)
-"""Over 180 interleaved pipelines these three, backward first and `by_depth` come to 1.062 times the
-bound, 0.2 alone to 1.072, all 23 policies that were tried to 1.060. Equal stages reach it with 0.
-"""
+"""Weights for `due_dates`. Over 180 interleaved pipelines they come, with backward first and
+`by_depth`, to 1.062 times the bound, 0.2 alone to 1.072, and all 23 policies that were tried to
+1.060. Equal stages reach the bound with 0."""
 
 
 def portfolio(profile: Profile, micro_batches: int) -> tuple[Policy, ...]:
-    """The policies worth trying for such a step, the one that does backward first before all."""
+    """The policies worth trying for this profile; the first is BACKWARD_FIRST."""
     p = profile.num_stages
     if profile.num_devices == p:
         return BACKWARD_FIRST, forwards_ahead(p)
@@ -30,27 +30,27 @@ def portfolio(profile: Profile, micro_batches: int) -> tuple[Policy, ...]:
 
 
 def forwards_ahead(num_stages: int) -> Policy:
-    """A forward passes a backward that is not 2/3 as far. Where later stages have less work, as in
-    plans of many devices (they begin late), backward first would starve them."""
+    """Forward k goes before backward j while k < 1.5 j. Backward first would starve later stages if
+    they have less work, as in plans of many devices, where they begin late."""
     return Policy((DueDates(0.0, 1.0, 0.0, 1.5),) * num_stages)
 
 
 def by_depth(num_stages: int) -> Policy:
-    """For several stages on a device: a micro-batch's backward passes forwards in the stages from
-    about 0.3 times its number on, so that early stages feed those behind them first. It stores many
+    """For several stages on a device: the backward of micro-batch k goes before forwards only in
+    stages from about 0.3 k on, so that early stages feed later stages first. It stores many
     forwards."""
     return Policy(tuple(DueDates(0.05 * k, 0.05, -2.0 * k, 0.6) for k in range(num_stages)))
 
 
 def due_dates(profile: Profile, micro_batches: int, head_weight: float) -> Policy:
-    """For several stages on a device: first the task with the longest way to the end of the step,
-    and in part (`head_weight`, 0 to 1) the one that could have begun first.
+    """For several stages on a device: the task with the longest way to the end of the step comes
+    first. `head_weight` (0 to 1) prefers, in part, the task that could have begun first.
 
-    A task's head is the least time before it, its tail that from its beginning to the end of the
-    step, both if nothing waited but for tensors and for the micro-batch before; a task is due at
-    head_weight * head - (1 - head_weight) * tail. Both grow by the time of the slowest stage or
-    boundary on the way for each micro-batch. Of the rules for job shops, most work remaining is
-    this one with weight 0 (Panwalkar and Iskander 1977).
+    A task's head is the least time before it, its tail the least time from its beginning to the end
+    of the step, if tasks waited only for tensors and for the micro-batch before. A task is due at
+    head_weight * head - (1 - head_weight) * tail. With each micro-batch the head grows, and the
+    tail shrinks, by the time of the slowest stage or boundary on the way. With weight 0 this is the
+    job-shop rule of most work remaining (Panwalkar and Iskander 1977).
     """
     tasks, gaps = _path(profile)
     heads = _first_begins(tasks, gaps)
@@ -66,7 +66,7 @@ def due_dates(profile: Profile, micro_batches: int, head_weight: float) -> Polic
 
 
 class _Gap(NamedTuple):
-    """Seconds between two tasks of a micro-batch, and those of them that keep others waiting."""
+    """Seconds between two tasks of a micro-batch. In `wire_s` of them other tensors must wait."""
 
     seconds: float
     wire_s: float
@@ -87,7 +87,7 @@ def _path(profile: Profile) -> tuple[list[float], list[_Gap]]:
 
 
 def _first_begins(tasks: Sequence[float], gaps: Sequence[_Gap]) -> list[tuple[float, float]]:
-    """The earliest begin of each task of the first micro-batch, and the delay of each later one."""
+    """The earliest begin of each task of the first micro-batch, and the delay per later one."""
     begins = []
     begins_s = pace_s = 0.0
     for seconds, gap in zip(tasks, [*gaps, _Gap(0.0, 0.0)], strict=True):

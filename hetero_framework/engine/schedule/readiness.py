@@ -1,6 +1,6 @@
 """Rules for ready tasks and the choice among them, shared by simulator and executor.
 
-A stage takes its micro-batches in ascending order in each direction, a task needs its tensors, a
+A stage takes its micro-batches in ascending order in each direction. A task needs its tensors. A
 stage stores at most its in-flight limit of forwards. Among several ready tasks a `Policy` decides
 when a step is simulated, and the planned order when it is run. With one stage per device the result
 is 1F1B, which alternates by itself; with several it is interleaving.
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Task(NamedTuple):
-    """One thing a stage can do now."""
+    """The forward or the backward of one micro-batch in one stage."""
 
     kind: str
     stage: int
@@ -50,10 +50,10 @@ class DueDates(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """The choice among several ready tasks of one device: the one that is due first is run.
+    """The choice among several ready tasks of one device: the task that is due first runs.
 
-    `stages` has the due dates of each stage of the pipeline, in any unit. Without them: backward
-    before forward, then the oldest micro-batch.
+    `stages` has the due dates of each stage of the pipeline, in any unit. Without
+    them backward goes before forward, then the oldest micro-batch comes first.
     """
 
     stages: tuple[DueDates, ...] = ()
@@ -71,7 +71,7 @@ class Policy:
 
 
 BACKWARD_FIRST = Policy()
-"""Least memory, and with one stage per device as fast as any."""
+"""Uses the least memory; with one stage per device it is 1F1B."""
 
 
 class _Tasks:
@@ -87,8 +87,8 @@ class _Tasks:
 class Readiness:
     """The tasks of one device in one step.
 
-    `in_flight_limits[k]` is how many forwards stage k, one of this device, may store. An `order`
-    decides on the tasks in it, the policy on the rest.
+    `in_flight_limits[k]` is how many forwards stage k of this device may store. An `order` decides
+    among the tasks that are in it, the policy among the rest.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Readiness:
         self._peak = dict.fromkeys(in_flight_limits, 0)
 
     def arrived(self, task: Task) -> None:
-        """Everything that a task needs has come."""
+        """Note that everything that a task needs has come."""
         self._lane(task).arrived.add(task.micro_batch)
 
     def next(self) -> Task | None:

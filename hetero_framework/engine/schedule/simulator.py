@@ -26,13 +26,13 @@ from hetero_framework.engine.schedule.readiness import (
 )
 
 Nic = tuple[int, str]
-"""A device's network, "in" or "out"."""
+"""A device, and a direction of its network: "in" or "out"."""
 
 
 @dataclass(frozen=True)
 class Edge:
-    """The boundary between a stage and the next one: seconds on the wire of one activation and of
-    one gradient, seconds that the first byte takes, and the device that relays, if one does."""
+    """The boundary between a stage and the next: the seconds on the wire of an activation and of a
+    gradient, the seconds that the first byte takes, and the device that relays, if any."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -48,7 +48,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Profile:
-    """Times of every stage and edge, and the process of each stage.
+    """Times of every stage and edge, and the device of each stage.
 
     `devices[k]` is the device of stage k. A device has one NIC for each direction, as fast as the
     edges' seconds say; a relayed tensor passes the relay's two NICs too.
@@ -92,14 +92,14 @@ class Profile:
 
     @property
     def path_s(self) -> float:
-        """Seconds of one micro-batch through everything and back."""
+        """Seconds of one micro-batch through all stages and edges and back."""
         kinds = (FORWARD, BACKWARD)
         wire_s = sum(self.edge_s(k, kind) for k in range(len(self.edges)) for kind in kinds)
         return sum(self.forward_s) + sum(self.backward_s) + wire_s
 
     def legs(self, stage: int, kind: str) -> tuple[tuple[Nic, ...], ...]:
-        """The NICs that a tensor on the edge after `stage` passes at once: the sender's and the
-        receiver's, and with a relay those of the way to it and of the way on."""
+        """For each leg of the edge after `stage`, the NICs that a tensor passes at once: sender and
+        receiver, or with a relay first sender and relay, then relay and receiver."""
         sender, receiver = self.devices[stage], self.devices[stage + 1]
         if sender == receiver:
             return ()
@@ -111,7 +111,7 @@ class Profile:
         return ((sender, "out"), (relay, "in")), ((relay, "out"), (receiver, "in"))
 
     def nics(self, stage: int, kind: str) -> tuple[Nic, ...]:
-        """All NICs that it passes."""
+        """All NICs that a tensor on the edge after `stage` passes."""
         return tuple(nic for leg in self.legs(stage, kind) for nic in leg)
 
 
@@ -126,8 +126,8 @@ class Simulation:
 
 
 class SimulatedSpan(NamedTuple):
-    """A task of a device, or with `is_transfer` a tensor for this task on its way, in seconds since
-    the step began; `leg` 1 is a relayed one's way from the relay on."""
+    """A task of a device, or with `is_transfer` the way of a tensor for this task. Seconds since
+    the step began. `leg` 1 is the way of a relayed tensor from the relay on."""
 
     task: Task
     began: float
@@ -150,14 +150,13 @@ def simulate(
 
     `in_flight_limits[k]` is how many forwards stage k may store (default: `max_in_flight`). With
     `spread` each task and transfer takes up to that share more or less, always the same. The last
-    stage does forward and backward of a micro-batch as one task, as the real one does. A tensor
-    passes the NICs of both its ends at once; a relay sends it on while it comes in, or keeps it
-    until there is room on its way. `spans` gets tasks and transfers. Raises ValueError for a limit
-    below one.
+    stage does forward and backward of a micro-batch as one task, as in the engine. A tensor passes
+    the NICs of both its ends at once. A relay sends it on while it comes in, or keeps it until its
+    way is free. `spans` gets tasks and transfers. Raises ValueError for a limit below one.
     """
     if max_in_flight < 1 or (in_flight_limits is not None and min(in_flight_limits) < 1):
         raise ValueError("an in-flight limit smaller than one micro-batch never starts")
-    limits: dict[int, dict[int, int]] = {}  # of each device's stages
+    limits: dict[int, dict[int, int]] = {}  # by device and stage
     for stage, device in enumerate(profile.devices):
         limit = max_in_flight if in_flight_limits is None else in_flight_limits[stage]
         limits.setdefault(device, {})[stage] = limit
@@ -168,11 +167,11 @@ def simulate(
 
 
 class _Lane:
-    """The tensors of one direction of one edge, or of one leg of a relayed one, oldest first, that
-    wait for their NICs; `following` is the leg behind this one, `whole_at` is the time when all of
-    a tensor will have come here, and the latency is that of the last leg. `turn` is the number of
-    all tensors before its last one; negative before that. `sharing` are the lanes that use one of
-    its NICs, itself among them."""
+    """The tensors that wait for their NICs, oldest first, in one direction of one edge, or on one
+    leg of a relayed edge. `following` is the next leg. `whole_at` is the time when all of a tensor
+    will have come to the relay. Only the last leg has a latency. `turn` counts the tensors of all
+    lanes that began before this lane's last one; it is negative before the first. `sharing` are the
+    lanes that use one of its NICs, this lane too."""
 
     __slots__ = (
         *("following", "latency_s", "leg", "nics", "seconds", "sharing", "turn", "waiting"),
@@ -194,9 +193,9 @@ class _Lane:
 class _NicQueues:
     """The NICs of all devices: each carries one tensor at a time.
 
-    A NIC chooses its next tensor when it becomes free, not when one is ready. Edges and directions
-    take turns: of the tensors whose NICs are all free, that whose lane has waited longest since its
-    last one; a tensor that still comes in at its relay after those that are all here. Small frames
+    A NIC chooses its next tensor when it becomes free, not when one is ready. Lanes take turns: of
+    the tensors whose NICs are all free, the tensor goes whose lane has waited longest since its
+    last one. A tensor that still comes in at its relay goes after complete ones. Small frames
     (losses, control) pass at once and are not simulated.
     """
 
@@ -213,13 +212,13 @@ class _NicQueues:
                 lane.sharing = list(dict.fromkeys(x for nic in lane.nics for x in self._users[nic]))
 
     def _add(self, profile: Profile, boundary: int, receiver: Task, seconds: float) -> None:
-        """The lanes of the tensors for one stage's tasks of one kind."""
+        """Add the lanes of the tensors for one stage's tasks of one kind."""
         legs = profile.legs(boundary, receiver.kind)
         if not legs:
             return
         if not seconds:
             legs = ((),)  # without bytes there is no wait
-        # Before any has gone: in the order of the edges, backward first.
+        # Before their first tensor lanes go in the order of the edges, backward first.
         turn = len(self._lanes) - 2 * len(profile.edges)
         lanes = [_Lane(nics, seconds, leg, turn) for leg, nics in enumerate(legs)]
         lanes[0].following = lanes[1] if len(lanes) > 1 else None
@@ -237,14 +236,14 @@ class _NicQueues:
         return self._busy.isdisjoint(lane.nics)
 
     def take(self, lane: _Lane) -> Task:
-        """The lane's first tensor begins to cross."""
+        """Let the lane's first tensor begin to cross."""
         self._busy.update(lane.nics)
         lane.turn = self._turn
         self._turn += 1
         return lane.waiting.popleft()
 
     def release(self, lane: _Lane, now: float) -> list[_Lane]:
-        """A tensor has crossed: the lanes that may have waited for its NICs, in turn."""
+        """Free a crossed tensor's NICs; return the lanes that may have waited for them, in turn."""
         self._busy.difference_update(lane.nics)
         waiting = [user for user in lane.sharing if user.waiting]
         if len(waiting) > 1:
@@ -259,7 +258,7 @@ _turn = attrgetter("turn")
 
 class _Simulator:
     """One simulation: an event queue of tensors that cross and arrive, and of tasks that end. Each
-    entry has its time, a serial number (of equal times the first posted comes first), the method to
+    entry has its time, a serial number (at equal times the first posted comes first), the method to
     call, and its arguments."""
 
     def __init__(
@@ -309,7 +308,7 @@ class _Simulator:
             self._readiness[self._profile.devices[0]].arrived(Task(FORWARD, 0, micro_batch))
 
     def _ended(self, now: float, task: Task) -> None:
-        """A task's work is done."""
+        """Handle the end of a task."""
         kind, stage, k = task
         device = self._profile.devices[stage]
         self._idle[device] = True
@@ -353,7 +352,7 @@ class _Simulator:
             self._enter(now, following, task)
 
     def _crossed(self, now: float, crossing: tuple[_Lane, Task]) -> None:
-        """A tensor's last byte has left its NICs."""
+        """Handle a tensor whose last byte has left its NICs."""
         lane, task = crossing
         if lane.latency_s:
             self._post(now + lane.latency_s, self._arrived, task)
@@ -370,7 +369,7 @@ class _Simulator:
             self._start(now, device)
 
     def _start(self, now: float, device: int) -> None:
-        """An idle device takes its next task, if there is one."""
+        """Have an idle device take its next task, if there is one."""
         readiness = self._readiness[device]
         task = readiness.next()
         if task is None:
@@ -386,9 +385,9 @@ class _Simulator:
         self._post(now + cost, self._ended, task)
 
     def _factor(self, task: Task, *, is_transfer: bool = False) -> float:
-        """From 1 - spread to 1 + spread, without a state: the same for the same task under every
-        schedule, so that schedules are compared under the same luck. Three primes tell stages,
-        micro-batches and kinds apart, and 2**32 / golden ratio mixes (Knuth's multiplicative hash).
+        """The factor on a task's seconds, from 1 - spread to 1 + spread. It depends on the task
+        alone, so that schedules are compared under the same luck. Three primes tell stages,
+        micro-batches and kinds apart; 2**32 / golden ratio mixes them (Knuth's hash).
         """
         kind = 2 * (task.kind == BACKWARD) + is_transfer
         mixed = (task.micro_batch * 7919 + task.stage * 104_729 + kind * 1_299_709) * 2_654_435_761

@@ -1,8 +1,8 @@
 """The schedule of a step, which changes no number of its result.
 
 A policy decides among what is ready, so a tensor that comes a millisecond later than simulated may
-change all that follows. A run keeps to the planned order: a late tensor then delays only what waits
-for it, and nothing else.
+change all that follows. A run keeps to the planned order: a late tensor then delays only the tasks
+that wait for it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hetero_framework.engine.schedule.simulator import SimulatedSpan
 
 
 class Transfer(NamedTuple):
-    """A tensor on the wire for the next task of a lane; `leg` 1 is a relayed one's way from the
-    relay on."""
+    """A tensor on the wire for the next task of a lane. `leg` 1 is the way of a relayed tensor from
+    the relay on."""
 
     lane: Lane
     leg: int = 0
@@ -33,11 +33,11 @@ class StepSchedule:
         in_flight_limits: how many forwards each stage may store.
         max_in_flight: how many micro-batches may be in the step at once.
         tasks: the lanes of tasks in the order in which they begin; empty where there is no order.
-        transfers: all tensors on the wire in the order in which they begin; not for one process.
+        transfers: all tensors on the wire in the order in which they begin; empty for one process.
         sends: the large tensors that one process sends, in order.
-        receives: those that it receives.
-        order_timeout_s: how long a device or NIC waits for the one whose turn it is while another
-            could go.
+        receives: the large tensors that it receives, in order.
+        order_timeout_s: how long a device or NIC waits for the task or tensor whose turn it is,
+            while another could go.
         direct: the boundaries (index of the stage before) whose tensors go straight from worker to
             worker.
     """
@@ -52,16 +52,16 @@ class StepSchedule:
     direct: frozenset[int] = frozenset()
 
     def in_order_of(self, spans: Sequence[SimulatedSpan]) -> StepSchedule:
-        """The schedule with the order of a simulated step. Tensors without bytes do not wait and
-        are not in it."""
+        """This schedule in the order of a simulated step. Tensors without bytes are left out, since
+        they never wait."""
         tasks = tuple(span.task.lane for span in spans if not span.is_transfer)
         carried = (span for span in spans if span.is_transfer and span.ended > span.began)
         transfers = tuple(Transfer(span.task.lane, span.leg) for span in carried)
         return replace(self, tasks=tasks, transfers=transfers)
 
     def for_process(self, stages: Collection[int], relays: bool = False) -> StepSchedule:
-        """The part of the process that holds these stages; with `relays` it passes on tensors from
-        worker to worker that are not direct."""
+        """The part of the schedule for the process that holds these stages. With `relays` that
+        process passes on the tensors between workers that have no direct link."""
         key = (tuple(stages), relays)
         if key not in self._known:
             self._known[key] = self._for_process(*key)
@@ -69,7 +69,7 @@ class StepSchedule:
 
     @cached_property
     def _known(self) -> dict[tuple[tuple[int, ...], bool], StepSchedule]:
-        """Cached, since every step asks for the same."""
+        """Results of `for_process`: every step asks for the same."""
         return {}
 
     def _for_process(self, stages: Collection[int], relays: bool) -> StepSchedule:

@@ -21,7 +21,7 @@ _ASSUMED_WIRE = 0.1  # of a stage's forward, until a step was measured
 
 
 class StageSeconds(NamedTuple):
-    """One stage, seconds per micro-batch: its work, and its input's and gradient's arrival."""
+    """Seconds per micro-batch of one stage: its work, and the arrival of input and gradient."""
 
     forward_s: float
     backward_s: float
@@ -107,7 +107,7 @@ class Tuner:
         return None if choice.assumed else choice
 
     def observe(self, seconds: Mapping[int, StageSeconds], latency_s: Mapping[int, float]) -> None:
-        """Take in the times of a step; those of the second one replace the atypical first ones.
+        """Take in the times of a step. Times of the second step replace the first, atypical times.
 
         Choices are made anew after 1, 2, 4, 8, ... steps; devices and links rarely change.
         """
@@ -127,7 +127,7 @@ class Tuner:
         for key, profile in jobs:
             choice = self._tuned(profile, *key)
             _ = choice.schedule  # computed here, not while a step waits for it
-            if self._observed < 2 * now:  # else a later one has begun
+            if self._observed < 2 * now:  # else a later tuning has begun
                 self._choices[key] = choice
 
     def _tuned(self, profile: Profile, micro_batches: int, direct: frozenset[int]) -> TunedSchedule:

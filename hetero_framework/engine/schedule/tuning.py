@@ -20,23 +20,23 @@ from hetero_framework.engine.schedule.simulator import (
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
 
 _GOOD_ENOUGH = 1.005
-"""Times the shortest step, within which the fewest micro-batches in flight count. At 1.01 steps are
-up to 1 % longer for less memory; at 1.0 chance decides between equals."""
+"""Of schedules within this many times the shortest step, the fewest micro-batches in flight win. At
+1.01 steps are up to 1 % longer for less memory; at 1.0 chance decides between equals."""
 _WORTH_ITS_MEMORY = 0.99
-"""Times the step of backward first, below which a policy that stores more forwards is taken."""
+"""A policy that stores more forwards has to be below this many times the backward-first step."""
 _SLOWER = 1.5  # factor on an edge's seconds in worse conditions
 _SPREAD = 0.3  # of a task's or transfer's seconds, likewise
 _MOST_MICRO_BATCHES = 64
-"""The micro-batches by which a step is judged: schedules differ in how they fill and drain."""
+"""Micro-batches by which a longer step is judged: schedules differ in how they fill and drain."""
 _MOST_TASKS = 16_000
-"""Tasks that `tune` simulates in all; about a tenth of a second. With half of them half as many
-values of `max_in_flight` are tried where there are too many to try each."""
+"""Tasks that `tune` simulates in all, in about a tenth of a second. This limits how many values of
+`max_in_flight` are tried."""
 
 
 @dataclass(frozen=True)
 class TunedSchedule:
-    """The choice for steps of this profile, and its prediction. A run does not wait by the times of
-    a profile that is only `assumed`."""
+    """The choice for steps of this profile, and its prediction. If the profile is only `assumed`, a
+    run does not wait for the planned order."""
 
     policy: Policy
     max_in_flight: int
@@ -61,7 +61,7 @@ class TunedSchedule:
 
     @cached_property
     def forecast(self) -> Simulation:
-        """The planned step; never less than its bound, as sums rounded in another order may be."""
+        """The planned step. It is not shorter than its bound, as it could be by rounding."""
         step, _ = self._simulated
         return replace(step, seconds=max(step.seconds, self.bound_s))
 
@@ -88,8 +88,8 @@ class TunedSchedule:
 
     @property
     def order_timeout_s(self) -> float:
-        """How long a device or NIC waits for the one whose turn it is: a mean task. Shorter waits
-        cost more where times are up to 30 % off and edges up to half as slow again."""
+        """How long a device or NIC waits for the task or tensor whose turn it is: a mean task.
+        Shorter waits cost more if times are up to 30 % off and edges up to 1.5 times as slow."""
         profile = self.profile
         tasks = [*profile.forward_s, *profile.backward_s]
         return sum(tasks) / len(tasks)
@@ -104,7 +104,7 @@ def _simulated(
     in_flight_limits: tuple[int, ...],
     spread: float,
 ) -> Simulation:
-    """Cached, since a profile is tuned again with the same values."""
+    """Cached `simulate`: a profile is tuned again with the same values."""
     return simulate(
         profile,
         micro_batches,
@@ -127,15 +127,15 @@ def tune(
     max_in_flight: int | None = None,
     in_flight_limits: Sequence[int] | None = None,
 ) -> TunedSchedule:
-    """The policy and the in-flight limits for a step of this profile. A step of more than 64
-    micro-batches, or of 2 p if that is more, is judged by one of that size.
+    """The policy and the in-flight limits for a step of this profile. A step of more than
+    max(64, 2 p) micro-batches is judged by a step of that many micro-batches.
     `in_flight_limits[k]` >= 1: the forwards that stage k has memory for.
 
     With one stage per device every other policy stores more forwards than backward first, so it
-    has to be 1 % faster. Among schedules within 0.5 % of the fastest for this profile, and then
-    within 0.5 % of the fastest in worse conditions, the second smallest `max_in_flight`, unless
-    it is given, and the fewest stored forwards are taken. Worse conditions: edges half as slow
-    again, and tasks and transfers up to 0.3 longer or shorter, as samples and networks are.
+    has to be 1 % faster. Schedules stay if they are within 0.5 % of the fastest, first for this
+    profile, then in worse conditions too. Of these the second smallest `max_in_flight` (unless
+    it is given), then the fewest stored forwards win. Worse conditions are edges 1.5 times as
+    slow, and tasks and transfers up to 30 % longer or shorter, as samples and networks are.
     """
     p = profile.num_stages
     m = max(1, min(micro_batches, max(_MOST_MICRO_BATCHES, 2 * p)))
@@ -175,8 +175,8 @@ class _Candidate(NamedTuple):
 def _candidates(
     sizes: Sequence[int], num_stages: int, most: Sequence[int] | None, policies: int
 ) -> Iterator[_Candidate]:
-    """Candidates: for each size, of `max_in_flight`, equal and tapered limits, of stages that store
-    `most`, and every policy."""
+    """Candidates: for each `max_in_flight` of `sizes`, equal and tapered limits (stage k stores at
+    most `most[k]`), and for each of these every policy."""
     for max_in_flight in sizes:
         shapes = [(max_in_flight,) * num_stages, tapered_limits(max_in_flight, num_stages)]
         if most is not None:
@@ -187,8 +187,7 @@ def _candidates(
 
 
 def _worth_their_memory(seconds: Mapping[_Candidate, float]) -> dict[_Candidate, float]:
-    """Without policies that store more forwards than backward first, the portfolio's first, for
-    little."""
+    """Drop policies that store more forwards than policy 0 (backward first) but save little."""
     first_s = min(taken for one, taken in seconds.items() if one.policy == 0)
     return {
         one: taken
@@ -198,8 +197,8 @@ def _worth_their_memory(seconds: Mapping[_Candidate, float]) -> dict[_Candidate,
 
 
 def _with_few_in_flight(seconds: Mapping[_Candidate, float]) -> _Candidate:
-    """The candidate near the best with the second smallest `max_in_flight`, if that is at most a
-    quarter larger than the smallest, which has nothing to spare."""
+    """The candidate near the best with the second smallest `max_in_flight`: the smallest has
+    nothing to spare. It is the smallest if the second is more than a quarter larger."""
     good = sorted(
         _near_the_best(seconds), key=lambda one: (one.max_in_flight, sum(one.limits), seconds[one])
     )
@@ -214,8 +213,8 @@ def _near_the_best(seconds: Mapping[_Candidate, float]) -> list[_Candidate]:
 
 
 def tapered_limits(max_in_flight: int, num_stages: int) -> tuple[int, ...]:
-    """Fewer stored forwards towards the end of the pipeline, where they come back sooner: in
-    proportion to the stages from there to the end, as in 1F1B."""
+    """In-flight limits that fall towards the end of the pipeline, where forwards come back sooner:
+    in proportion to the number of stages from there to the end, as in 1F1B."""
     p = num_stages
     return tuple(-(-max_in_flight * (p - k) // p) for k in range(p))
 
