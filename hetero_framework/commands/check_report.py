@@ -59,7 +59,7 @@ from hetero_framework.units import plural, seconds, share, size
 WorkerId = int | str
 _LARGE_BUBBLE = 0.2
 MOST_EXAMPLES = 20_000
-"""Examples of a set of data that are read."""
+"""Most examples of a data set that are read."""
 _UNPLANNED = (
     'shard_plan is "auto": `hetero train` measures the machines when it begins, and keeps the plan'
     " with its results; `hetero plan --measure` does so without a run, and `hetero plan --dry-run`"
@@ -74,7 +74,7 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
     fit the model, and whatever `hetero train` raises before it starts a process.
 
     Args:
-        show: Examples of the training data that the report holds.
+        show: How many examples of the training data the report holds.
     """
     check_optimizer(config.training)
     computes = control.function(COMPUTE) is not None
@@ -172,7 +172,7 @@ def _look_at_data(
     here: Sequence[WorkerId],
     notes: list[str],
 ) -> PreTrainedTokenizerBase | None:
-    """Note remarks on the data, or why they are not read, and return the tokenizer that did."""
+    """Add to `notes` remarks on the data, or why they are not read. Returns their tokenizer."""
     if config.data is None:
         notes.append("there is no data section, so this configuration cannot be trained")
     elif here and "local" not in here:
@@ -194,9 +194,9 @@ def _padding_lines(config: Config, data: TrainData) -> Iterator[str]:
 
 
 def forecast(config: Config) -> dict[str, Any]:
-    """The expected use of the pipeline: `bubble` is the share of the devices' time without work. An
-    estimate: time in proportion to layers, backward twice forward, a tenth of a forward for each
-    boundary. The run itself measures and chooses anew."""
+    """The expected use of the pipeline; `bubble` is the share of time in which devices are idle. It
+    assumes that time grows with layers, that a backward takes two forwards, and that a boundary
+    takes a tenth of a forward. The run itself measures and chooses anew."""
     stages, training = config.plan.stages, config.training
     m = training.gradient_accumulation_steps
     choice = tune(assumed_profile(stages), m, max_in_flight=training.max_in_flight)
@@ -211,7 +211,7 @@ def forecast(config: Config) -> dict[str, Any]:
 
 
 def _copy_lines(memory: Sequence[StageMemory]) -> Iterator[str]:
-    """The bytes that stages copy between host memory and device, and the time of that."""
+    """Lines on the bytes that stages copy between host memory and device, and the time it takes."""
     for m in memory:
         copied = {
             "of layers for each pass of a micro-batch": (
@@ -295,7 +295,7 @@ def _row(process: dict[str, Any], shows_weights: bool) -> list[str]:
 def _process(
     config: Config, owner: WorkerId, memory: list[StageMemory], lessened: list[StageMemory]
 ) -> dict[str, Any]:
-    """`lessened` is the memory with gradient checkpointing where "auto" may choose it."""
+    """The report of a process; `lessened` is the memory if each "auto" saves as much as it can."""
     stages = []
     for stage in config.plan.of(owner) if config.is_planned else ():
         entry = {**asdict(stage), "contents": config.contents(stage), "memory": None}
@@ -324,7 +324,7 @@ def _process(
 def _this_machine(
     here: Sequence[WorkerId], processes: list[dict[str, Any]], notes: list[str]
 ) -> dict[str, Any]:
-    """This machine's part, and whether that fits its devices."""
+    """This machine's processes, and whether they fit its devices and host memory."""
     if not here:
         notes.append("nothing here names this machine; train on it needs --role or --worker-id")
         return {"role": "has no role in this configuration", "devices": []}

@@ -1,9 +1,8 @@
-"""`hetero doctor --config`: everything that would stop a run of this configuration, as seen from
-this machine, with what to do about it.
+"""`hetero doctor --config`: finds what would stop a run, as seen from here, and says what to do.
 
-Each check is a function of a `MachineView` that yields findings; `CHECKS` lists them, and the
-registry those of extras (`findings`). The coordinator's machine asks the workers that are up and
-lets them go again; a worker that serves a run is left alone.
+Each check is a function that yields the findings of a `MachineView`. `CHECKS` lists the checks
+here, and the registry's table "findings" lists the checks of extras. The coordinator's machine asks
+the workers that are up and lets them go again. A worker that serves a run is left alone.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _PROBE_BYTES = 1 << 20
 _SLOW_BITS_PER_S = 100e6
 _SLOW_ROUND_TRIP_S = 0.05
 CLOCK_S = 10.0
-"""Seconds that a clock may be off."""
+"""Most seconds that a worker's clock may be off."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +66,14 @@ class WorkerAnswer:
     welcome: m.Welcome | None = None
     facts: dict[str, Any] | None = None
     speed: link_probe.LinkSpeed | None = None
-    clock_s: float = 0.0  # its clock less ours
-    drops_large: bool = False  # it answers in small packets alone
+    clock_s: float = 0.0  # the worker's clock minus ours
+    drops_large: bool = False  # the worker answers only in small packets
 
 
 @dataclass
 class MachineView:
-    """A configuration as this machine sees it; slow look-ups are made once. `port_in_use` is held
-    for the coordinator's port, at which workers are awaited one after the other."""
+    """A configuration as this machine sees it; slow look-ups are made once. `port_in_use` guards
+    the coordinator's port, where workers that dial are awaited one after the other."""
 
     config: Config
     role: Role | None
@@ -93,13 +92,13 @@ class MachineView:
 
     @property
     def entries(self) -> list[tuple[WorkerId, Machine]]:
-        """All processes that take part."""
+        """All processes that take part, with their machines."""
         workers = [(worker.id, worker) for worker in self.config.planned_workers]
         return [("local", self.config.coordinator), *workers]
 
     @property
     def listeners(self) -> list[tuple[WorkerId, Machine]]:
-        """Those whose address others need."""
+        """The processes whose address others need, with their machines."""
         callers = [worker.id for worker in self.config.planned_workers if worker.dials]
         return [entry for entry in self.entries if entry[0] not in callers]
 
@@ -123,7 +122,7 @@ class MachineView:
 
     @cached_property
     def memory(self) -> list[StageMemory]:
-        """The least memory of each stage; empty where the model cannot be read."""
+        """The least memory that each stage needs; empty where the model cannot be read."""
         model = self.model
         if not isinstance(model, PretrainedConfig):
             return []
@@ -153,7 +152,7 @@ class MachineView:
 
 def ask_worker(view: MachineView, worker: WorkerConfig) -> WorkerAnswer:
     """Greet a worker as a run would, ask for its facts, measure its link, and let it go. A machine
-    that is not the coordinator, or has no key for it, only knocks."""
+    that is not the coordinator's, or has no access, only opens and closes a connection."""
     access, who = view.access, f"worker {worker.id}"
     if (port := worker.port) is not None:
         knock = attempt(lambda: connect(worker.ip, port, _DIAL_S, who=who).close())
@@ -178,7 +177,7 @@ def _greet(
     patience_s: float,
     small_packets: bool = False,
 ) -> WorkerAnswer:
-    """A run of nothing but a greeting and two questions."""
+    """Hold a run that consists only of a greeting and two questions."""
     plan = [{"id": "local", "start": 0, "end": 1}, {"id": worker.id, "start": 1, "end": 2}]
     times = {"connect_timeout_s": patience_s, "liveness_timeout_s": _DIAL_S}
     alone = view.config.with_changes(shard_plan=plan, training=times)
@@ -230,7 +229,7 @@ Problems = Iterator[tuple[str, str]]
 
 
 def _told(found: object, fix: str = "") -> Problems:
-    """The problem of an error, with `fix` where it has no hint; none of anything else."""
+    """Yield the problem if `found` is an error, with `fix` if the error has no hint."""
     if isinstance(found, HeteroError):
         yield found.message, found.hint or fix
 
@@ -262,7 +261,7 @@ def role(view: MachineView) -> Problems:
 
 
 def names(view: MachineView) -> Problems:
-    """DNS, also a machine's name that is a loopback address there (Debian's 127.0.1.1)."""
+    """Names unknown here, or that are loopback addresses on their machine (Debian's 127.0.1.1)."""
     alone = len({machine_of(view.config, machine) for _, machine in view.entries}) == 1
     for id, machine in view.listeners:
         if addresses.parsed(machine.ip) is not None:
@@ -313,7 +312,7 @@ def port(view: MachineView) -> Problems:
 
 
 def reach(view: MachineView) -> Problems:
-    """Refused, no answer and no route are three findings."""
+    """Workers out of reach; no answer or no route from another network is a finding of its own."""
     for id, asked in view.workers.items():
         if asked.busy is not None:
             view.notes.append(asked.busy)
@@ -422,7 +421,7 @@ def attention(view: MachineView) -> Problems:
 
 
 def disk(view: MachineView) -> Problems:
-    """Two checkpoints on the coordinator."""
+    """Too little room for two checkpoints on the coordinator."""
     state = sum(stage.gradients + stage.states for stage in view.memory)
     if view.is_coordinator and view.config.training.save_strategy != "no":
         free = _free_bytes(view.config.checkpoints)
@@ -470,7 +469,7 @@ def diagnose(
     view = MachineView(config, role_here(config, worker_id, options), options)
     checks = [(check.__name__, check) for check in CHECKS]
     checks += [(name, registry.find("findings", name)) for name in registry.installed("findings")]
-    found: dict[str, dict[str, str]] = {}  # by what is wrong, of which two checks may tell
+    found: dict[str, dict[str, str]] = {}  # by what is wrong, which two checks may find
     for name, check in checks:
         for what, fix in check(view):
             found.setdefault(what, {"check": name, "what": what, "fix": fix})

@@ -1,5 +1,4 @@
-"""`hetero doctor`: the abilities of this machine (machine_report.py); with --config, everything
-that would stop a run (diagnosis.py)."""
+"""`hetero doctor`: reports on this machine or, with --config, on what would stop a run."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ _T = TypeVar("_T")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    given = {**vars(arguments), "measure": arguments.measure or None}  # not given: it is asked
+    given = {**vars(arguments), "measure": arguments.measure or None}  # None: it is asked
     answers = Answers(**{f.name: given[f.name] for f in fields(Answers) if f.name in given})
     output = Path(arguments.output)
     if not arguments.non_interactive:
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def prepare_machines(config: Config, output: Path) -> None:
-    """Make the keys that other machines need, and print how they get them."""
+    """Make the keys that other machines need, and print how to invite these machines."""
     if "prepare" not in registry.installed("keys"):
         return
     from hetero_framework.security.keys import FOLDER, KeyDirectory
@@ -126,8 +126,8 @@ def prepare_machines(config: Config, output: Path) -> None:
 
 @dataclass(frozen=True)
 class Address:
-    """HOST[:PORT[:DEVICE]] taken apart; an IPv6 address stands in brackets before a port. A port
-    "-" is that of a worker which dials the coordinator."""
+    """The parts of HOST[:PORT[:DEVICE]]; an IPv6 address is in brackets if a port follows. The port
+    "-" means that the worker dials the coordinator."""
 
     ip: str
     port: int | None = None
@@ -136,7 +136,7 @@ class Address:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """Of the configuration; without a port where none is given, or it dials."""
+        """The entry of the configuration; without a port if none is given or the worker dials."""
         port = {} if self.port is None else {"port": self.port}
         return {"ip": self.ip, **port, "device": self.device}
 
@@ -178,8 +178,8 @@ def parse_address(text: str) -> Address:
 
 
 def split_layers(num_layers: int, machines: int) -> list[tuple[int, int]]:
-    """Even ranges [start, end) for the coordinator, which holds the embedding besides, and the
-    workers; later ones are longer. Raises UserError when a worker would get no layer."""
+    """Even ranges [start, end) of layers, first the coordinator's. It also holds the embedding, so
+    a remainder of layers goes to workers. Raises UserError when a worker would get no layer."""
     if num_layers < max(1, machines - 1):
         raise UserError(
             f"{num_layers} layers are too few for {machines - 1} workers", hint="name fewer workers"
@@ -191,8 +191,8 @@ def propose(
     answers: Answers, num_layers: int | None, *, hostname: str | None, own_address: str
 ) -> dict[str, Any]:
     """A complete configuration as JSON types; without `num_layers` the plan is left to the run.
-    `hostname` and `own_address` are this machine's, the coordinator unless the answers name
-    another. Raises UserError."""
+    `hostname` and `own_address` are this machine's. This machine is the coordinator, unless the
+    answers name another. Raises UserError."""
     workers = [parse_address(text) for text in answers.workers]
     coordinator = _coordinator(answers, workers, hostname, own_address)
     ranges = [] if num_layers is None else split_layers(num_layers, len(workers) + 1)
@@ -230,7 +230,7 @@ def propose(
         raw["data"] = {"train": answers.data, "max_length": 1024}
     objective = answers.objective or "sft"
     facts = registry.facts("data", needs_of(objective).data)
-    # Of answers those of TRL, where an adapter learns ten times as fast.
+    # The data's kind may give its own rates for all weights and for an adapter.
     full, of_adapter = facts.get("rates", (5e-5, 2e-4))
     raw["training"] = {
         "output_dir": "runs/default",
@@ -249,13 +249,13 @@ def propose(
     return raw
 
 
-# No dropout: PEFT takes none on experts whose weights are one parameter.
+# No dropout: PEFT refuses it on experts whose weights are one parameter.
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
 QLORA = {"dtype": "bfloat16", "quantization": "nf4"}
 
 
 def write_config(answers: Answers, output: Path, *, force: bool = False) -> Config:
-    """Propose, validate and write. Raises UserError, ConfigError; `force` replaces a file."""
+    """Propose, validate and write a configuration; `force` replaces a file. Raises UserError."""
     refuse_output(output, overwrite=force)
     if answers.model is not None:
         _model(answers.model)
@@ -282,8 +282,8 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
 
 
 def told_objectives(data: str | None) -> tuple[list[str], str]:
-    """The objectives that suit the first example of files on this machine, the likeliest first, and
-    the names of its fields; none for other data."""
+    """The objectives that suit the first example of `data`, the likeliest first, and the names of
+    the example's fields. Both are empty if the data are not in files on this machine."""
     if data is None:
         return [], ""
     from hetero_framework.data.kinds import objectives_of  # imports torch
@@ -299,7 +299,7 @@ def told_objectives(data: str | None) -> tuple[list[str], str]:
 
 
 def _check_objective(name: str, told: Sequence[str], listed: str) -> str:
-    """The same. Raises UserError for one that there is not, or that other data are for."""
+    """Return `name`. Raises UserError if there is no such objective, or if it needs other data."""
     if not reads_text(needs_of(name).data):
         raise UserError(
             f"the objective {name} is for a data set of your own, in a file for --import",
@@ -314,7 +314,7 @@ def _check_objective(name: str, told: Sequence[str], listed: str) -> str:
 
 
 def _own_device(name: str) -> str:
-    """The kind of a device here that has no 4 bits; else the given name."""
+    """The kind of the device `name` here, if it has no 4 bits; else `name`."""
     from hetero_framework.core.devices import open_device
 
     with suppress(HeteroError):  # `hetero check` reports a missing one
@@ -330,7 +330,7 @@ def _lacks_four_bit(kind: str) -> bool:
 
 
 def _check_quantised(config: Config, here: Sequence[str]) -> None:
-    """Raise ConfigError for machines that cannot hold their quantised weights."""
+    """Raise UserError for machines that cannot hold their quantised weights."""
     if (section := config.model) is None:
         return
     owners: list[int | str] = ["local", *(worker.id for worker in config.workers)]
@@ -348,7 +348,7 @@ def _check_quantised(config: Config, here: Sequence[str]) -> None:
 
 
 def precision_lines(config: Config) -> list[str]:
-    """A note on machines without quantised weights beside others that have them."""
+    """A line for each machine whose layers stay in full precision while others are quantised."""
     machines = [("local", config.coordinator), *((w.id, w) for w in config.workers)]
     return [
         f"{process_name(owner)} ({machine.device}) has no 4 bits: its layers stay in full precision"
@@ -415,7 +415,7 @@ class _Questions:
     def fill(
         self, name: str, question: str, default: str | None, check: Callable[[str], Any]
     ) -> None:
-        """Ask for one of the answers, where it is missing."""
+        """Ask for the answer `name`, if it is missing."""
         if getattr(self.answers, name) is None:
             self._take(name, self.ask(question, default, check))
 
@@ -449,7 +449,7 @@ class _Questions:
         self.fill("adapter", question, "lora", _one_of(*ADAPTERS))
 
     def _find_layers(self) -> None:
-        """The number of the model's layers; forgets the model where another is to be named."""
+        """Find or ask for the number of the model's layers; with 0 the model is asked for again."""
         try:
             model = beside(self.answers.model, self.output)
             layers = _layers(replace(self.answers, model=model), self.output)
@@ -487,7 +487,7 @@ def _data_folder(text: str) -> None:
 
 
 def _is_path(text: str) -> bool:
-    """Whether a name can only be one of this machine: the hub's have at most one slash."""
+    """Whether a name can only be a path here: names on the hub have at most one slash."""
     return text.startswith((".", "/", "~")) or "\\" in text or text.count("/") > 1
 
 
@@ -527,7 +527,7 @@ def _coordinator(
         address = parse_address(answers.coordinator)
         return replace(address, port=address.port or COORDINATOR_PORT).entry
     others = [worker.ip for worker in workers]
-    if answers.lighthouse is not None:  # islands that it tells of this one have to reach it
+    if answers.lighthouse is not None:  # other islands have to reach this coordinator
         others.append(_host(answers.lighthouse))
     ip = "127.0.0.1" if all(map(addresses.is_loopback, others)) else own_address
     entry = Address(ip, COORDINATOR_PORT, answers.device or "auto").entry
@@ -559,7 +559,7 @@ def _layers(answers: Answers, output: Path) -> int:
 
 
 def beside(path: str | None, output: Path) -> str | None:
-    """A path of this directory as the file `output` has to write it; a hub name unchanged."""
+    """A local path as the file `output` has to state it; a hub name stays as it is."""
     if path is None or not Path(path).expanduser().exists():
         return path
     place, folder = Path(path).expanduser().resolve(), output.absolute().parent.resolve()

@@ -1,6 +1,6 @@
 """Options and helpers that several subcommands of `hetero` share.
 
-No heavy import at the top: the parser is built before it is known which command runs.
+Nothing heavy is imported at the top: the parser is built before it is known which command runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OutputFile(str):
 
 
 class OutputFolder(str):
-    """The same for a directory, which the command looks at itself."""
+    """The type of an option that names a directory to write; the command itself checks it."""
 
 
 def overwrite(help: str = "replace a file that is there") -> Option:
@@ -48,14 +48,14 @@ def overwrite(help: str = "replace a file that is there") -> Option:
 
 
 def writes(help: str, *names: str, metavar: str = "FILE", **settings: Any) -> tuple[Option, Option]:
-    """The option of a file that the command writes (--output), and --overwrite."""
+    """The option for a file that the command writes (--output), and --overwrite."""
     names = names or ("--output",)
     return option(*names, type=OutputFile, metavar=metavar, help=help, **settings), overwrite()
 
 
 def check_outputs(arguments: argparse.Namespace, *more: str | Path) -> None:
-    """Raise UserError where a file that the options name, or one of `more`, is there already and is
-    not to be replaced, or is read by the command."""
+    """Raise UserError if an output file, of the options or of `more`, exists and is not to be
+    replaced, or if the command also reads it."""
     given = [
         getattr(arguments, action.dest, None)
         for action in arguments.parser._actions
@@ -121,13 +121,13 @@ _DIRECTORIES = {"output_dir": "training.output_dir", "checkpoint_dir": "checkpoi
 
 
 def load(arguments: argparse.Namespace, *, saved_plan: bool = True) -> Any:
-    """The configuration; with `saved_plan`, where it leaves the plan to the run, with the run's."""
+    """The configuration. With `saved_plan`, the plan that the run saved replaces an "auto" plan."""
     from hetero_framework.config import load_config, with_saved_plan
 
     overrides = [*getattr(arguments, "set", ())]
     for name, setting in _DIRECTORIES.items():
         if getattr(arguments, name, None):
-            # A path on the command line starts at the current directory, one in the file there.
+            # Paths on the command line start at the current directory, paths in a file at its own.
             path = Path(getattr(arguments, name)).absolute()
             overrides.append(f"{setting}={json.dumps(str(path))}")
     if getattr(arguments, "save_every_n_steps", None):
@@ -202,13 +202,13 @@ def import_files(arguments: argparse.Namespace) -> None:
 
 
 def keep_life_line(arguments: argparse.Namespace) -> None:
-    """With --life-line: from now on, the end of standard input is a SIGTERM to the main thread,
-    which interrupts any wait."""
+    """With --life-line, let the end of standard input send SIGTERM to the main thread, where the
+    signal interrupts any wait."""
     if getattr(arguments, "life_line", False):
         from hetero_framework.cluster.child import watch_parent
 
         main = threading.main_thread().ident or 0
-        # Windows interrupts no wait; there the signal is heard after it.
+        # On Windows the signal interrupts no wait: it is heard when the wait ends.
         ends = getattr(signal, "pthread_kill", lambda _, number: _thread.interrupt_main(number))
         watch_parent(on_gone=lambda: ends(main, signal.SIGTERM))
 
@@ -221,7 +221,7 @@ def key_options(arguments: argparse.Namespace) -> Any:
 
 
 def check_coordinator(config: Any, arguments: argparse.Namespace) -> None:
-    """Raise UserError on a machine that has workers alone."""
+    """Raise UserError on a machine that has only workers."""
     from hetero_framework.cluster import roles
 
     role = roles.decide_role(config, role=arguments.role, keys=processes_here(config, arguments))

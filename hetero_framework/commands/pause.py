@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def pause(worker_id: str, address: str | None = None) -> str:
     """Have a worker of this machine leave its run and free its memory; return text for the user.
-    Raises UserError when none of that name is served here, PeerLostError without an answer."""
+    Raises UserError if no worker of that id is served here, PeerLostError without an answer."""
     pause_file, worker = _find(worker_id, address)
     if not _want(pause_file, True) and worker.state == PauseState.PAUSED.value:
         return f"worker {worker_id} is paused already; it goes on after: hetero resume {worker_id}"

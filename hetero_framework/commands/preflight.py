@@ -22,7 +22,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 def preflight(config: Config, *, data: bool = True, writes: bool = False) -> None:
-    """Raise the UserError of the one problem, or one that lists them all."""
+    """Raise the UserError of the only problem, or a ConfigError that lists all problems."""
     errors = list(refusals(config, data=data, writes=writes))
     if len(errors) == 1:
         raise errors[0]
@@ -32,8 +32,8 @@ def preflight(config: Config, *, data: bool = True, writes: bool = False) -> Non
 
 
 def refusals(config: Config, *, data: bool, writes: bool) -> Iterator[UserError]:
-    """Every problem that files and names show. `data`: the data are needed here; `writes`: the
-    output directories are."""
+    """Yield every problem that files and names show. With `data` the data are checked too; with
+    `writes` the output directories and what extras check before a run."""
     checks: list[Callable[[Config], Iterator[UserError]]] = [_heart, _model]
     checks += [_data] * data + [_directories, _of_extras] * writes
     for check in checks:
@@ -41,7 +41,7 @@ def refusals(config: Config, *, data: bool, writes: bool) -> Iterator[UserError]
 
 
 def declared_layers(fields: dict[str, Any]) -> int | None:
-    """Number of layers of the language model in a config.json; None where it gives none."""
+    """Number of layers of the language model in a config.json; None if it does not say."""
     text = fields.get("text_config")
     fields = text if isinstance(text, dict) else fields
     counts = [fields[name] for name in _LAYERS if isinstance(fields.get(name), int)]
@@ -56,12 +56,12 @@ def _heart(config: Config) -> Iterator[UserError]:
 
 
 def _model(config: Config) -> Iterator[UserError]:
-    if config.model is not None and config.training.reads_text:  # it is cut in other parts
+    if config.model is not None and config.training.reads_text:  # others are cut in other parts
         yield from _raised(partial(_check_layers, config, config.model))
 
 
 def _check_layers(config: Config, model: ModelConfig) -> None:
-    """Raise PlanError for a plan of another number of layers than a config.json here gives."""
+    """Raise PlanError if a local config.json has another number of layers than the plan."""
     fields = model.from_config or {}
     if model.name_or_path is not None:
         folder = repository.resolve_model_path(model.name_or_path, config.base_dir)

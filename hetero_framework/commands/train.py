@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int | None:
     workers = None
     with StopRequest() as stop, contextlib.ExitStack() as stack:
         try:
-            # They import torch while this process does; `train` reports problems of output_dir.
+            # Workers import torch while this process does; `train` reports output_dir's problems.
             with contextlib.suppress(OSError, ResourceError):
                 run_id, planned = run_id_of(config.output_dir), config.plan.owners
                 ids = [worker for worker in role.worker_ids if worker in planned]

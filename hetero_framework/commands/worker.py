@@ -76,12 +76,12 @@ def serve(
     from hetero_framework.cluster.roles import threads_for
     from hetero_framework.cluster.stop_signals import StopSignals
 
-    # Before torch is imported, which reads it once.
+    # Set before torch is imported, which reads it only then.
     os.environ["OMP_NUM_THREADS"] = str(threads_for(config, worker_ids[0]))
     from hetero_framework.cluster.worker import serve
     from hetero_framework.engine.loading import load_stages
 
-    # After the imports: on Windows they would wait for a thread that reads standard input.
+    # Called after the imports, which on Windows wait for a thread that reads standard input.
     orders = StopSignals(ends=True)
     watch_parent(on_order=orders.from_parent)
     logs = config.output_dir / "logs"

@@ -92,7 +92,7 @@ class RunSummary:
     """The result of a finished run.
 
     `steps` is the last step, `losses` has the loss of each step done here, and `metrics` has the
-    numbers of the last step and the last evaluation. `files` maps labels to the paths it left.
+    numbers of the last step and the last evaluation. `files` maps labels to what the run left.
     """
 
     steps: int
@@ -288,7 +288,7 @@ class Coordinator:
         self._first_step, self._has_begun = 0, False
         self._epoch = 0.0
         self._part: StepPart | None = None  # of the step under way
-        self._losses: list[tuple[int, float]] = []  # and the steps
+        self._losses: list[tuple[int, float]] = []  # steps and losses
         self._metrics: dict[str, float] = {}
         self._due = Due()
         self._result: Path | None = None
@@ -527,8 +527,8 @@ class Coordinator:
         self._due.save = True
 
     def _note_what_is_due(self, before: TrainState) -> None:
-        """Note what is due after the steps since `before`; after the last step, as the Trainer
-        does. It stays due if a worker is lost before it is done."""
+        """Note what is due after the steps since `before`. As in the Trainer, evaluation and
+        checkpoints by steps are also due after the last step. A lost worker only delays them."""
         training, due, state = self._config.training, self._due, self._state
         total, every = self._data.total_steps, self._data.steps_per_epoch
 

@@ -1,10 +1,10 @@
-"""The durable step: the newest step whose whole state is on the coordinator, to go back to when a
-process dies.
+"""The durable step: the newest step whose whole state is on the coordinator.
 
-At intervals the trained weights and optimizer states of all stages are copied to the coordinator,
-between the tasks of the next steps (`Pipeline.snapshot`). When the copy is complete, finite and
-hashed, its step is durable and replaces the durable step before. It is also written to
-`output_dir/.durable` without waiting for the disk: it outlives this process, but not a power cut.
+When a process dies, the run goes back to that step. At intervals the trained weights and optimizer
+states of all stages are copied to the coordinator, between the tasks of the next steps
+(`Pipeline.snapshot`). When the copy is complete, finite and hashed, its step is durable and
+replaces the durable step before. It is also written to `output_dir/.durable` without waiting for
+the disk: it outlives this process, but not a power cut.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Runs the longest micro-batch of a run once before the first step, so that a run that lacks memory
-fails at the start rather than mid-run.
+"""Runs the longest micro-batch once before the first step, so that a lack of memory shows early.
 
 The probe is an attempt at the next step that is aborted, as after a broken link: it changes no
 weight, no optimizer state and no random number (docs/maintainers/internals.md, "Numbers").

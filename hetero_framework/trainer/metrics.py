@@ -142,7 +142,7 @@ def stage_lines(
     memory_bytes: Mapping[WorkerId, int],
 ) -> list[dict[str, Any]]:
     """The figures of each stage in one step, for the step's line. `before` and `after` are each
-    worker's traffic when the step began and ended; `memory_bytes` is predicted, by process."""
+    worker's traffic when the step began and ended; `memory_bytes` is the prediction by process."""
     lines, nothing, seen = [], (0, 0, 0.0, 0), set()
     for spec in stages:
         figures = statistics[spec.index]

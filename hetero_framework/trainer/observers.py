@@ -57,7 +57,7 @@ class Due:
     is_epoch_told: bool = False
     is_given_up: bool = False  # a callback ended the step between two micro-batches
     is_open: bool = False  # not everything that follows the step is done
-    is_over: bool = False  # the training was stopped
+    is_over: bool = False  # the training ends after this step
     is_held: bool = False  # between two steps: an observer wants to be asked again before the next
     is_saver: bool = True  # this island is the one that saves; set when all steps are done
 

@@ -31,7 +31,7 @@ def planned(config: Config, access: Access, *, resume: int | str | None, fresh: 
 @dataclass(frozen=True)
 class PlanChange:
     """A plan that is ready to be loaded, and the reason to take it. `planned_s` is the expected
-    time of a step, by measurements under earlier plans; None where they do not fit."""
+    seconds of a step, by measurements under earlier plans; None where they do not fit."""
 
     prepared: Prepared
     reason: str

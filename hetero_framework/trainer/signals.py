@@ -102,7 +102,7 @@ class StopRequest:
 
     def wants_checkpoint(self, question: str) -> bool:
         """Whether to save. The user is asked after Ctrl-C on a terminal; otherwise the answer is
-        yes. While it is asked, a second Ctrl-C means no, and any other signal means yes."""
+        yes. At the question a second Ctrl-C means no, and any other signal means yes."""
         if self.requested != "SIGINT" or not _is_interactive():
             return True
         self._asking = True
