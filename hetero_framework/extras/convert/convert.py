@@ -1,12 +1,12 @@
 """Configurations of axolotl, LLaMA-Factory and TRL, turned into settings of this project.
 
-A key that the schema knows, by its name or by one after "Elsewhere", becomes that setting.
-alias_trainers.json has the others, "shared" ones and those of each program: "keys" maps names
-(expressions) to a setting or to cases [value, status, settings, reason], of which the first that
-fits counts. "idle" are keys that need no setting, "never" those that cannot be had. "defaults" are
-the program's own, under what they need (name, or name=value). A key of "methods" tells the method
-of a file that names none. In settings "$" is the value, "$," its parts between commas, "*" the
-key. In defaults "=name*2" is another setting.
+A key that the schema knows by its own name, or by a name after "Elsewhere", becomes that setting.
+alias_trainers.json has the other keys, "shared" ones and those of each program. "keys" maps names
+(expressions) to a setting, or to cases [value, status, settings, reason]: the first case that fits
+counts. "idle" keys need no setting, "never" keys cannot be had. "defaults" are the program's own,
+under the key or setting that they need (name, or name=value). A key of "methods" tells the method
+of a file that names none. In settings "$" is the value, "$," the list of its parts between commas,
+"*" the key. In defaults "=name*2" is twice another setting.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PATHS = (
     *("data.train", "data.eval", "data.chat_template_path"),
 )
 _SECRET = re.compile(r".*(hub_token|api_key|secret|password|webhook\w*)")
-# Settings in whose place another one may stand.
+# Settings in whose place another setting may stand.
 _INSTEAD = {
     **{"training.warmup_ratio": "training.warmup_steps", "training.bf16": "training.fp16"},
     **{f"training.{name}_strategy": f"training.{name}_steps" for name in ("save", "eval")},
@@ -78,9 +78,9 @@ class ConvertedKey:
 
 @dataclass
 class Conversion:
-    """The settings (by path) that the keys `given` of a program's file become, and what became of
-    each key. Each of the other run's `world_size` processes took micro-batches of its own; 0: the
-    file says how many there were. `settings` that the file does not have may be there already."""
+    """Converts the keys `given` in a program's file: to `settings` by path, and to `rows` that say
+    what became of each key. `world_size` counts the other run's processes, each with micro-batches
+    of its own; 0: the file says it. `settings` may begin with some that the file lacks."""
 
     program: str
     given: dict[str, Any]
@@ -108,8 +108,8 @@ class Conversion:
         self._settle()
 
     def sections(self, place: Callable[[str], str]) -> dict[str, Any]:
-        """model, adapter, data and training, as in the file; `place` makes a path as it stands here
-        into one of that file."""
+        """The sections model, adapter, data and training of the new file. `place` rewrites a path
+        for that file."""
         made: dict[str, Any] = {name: {} for name in _SECTIONS}
         for path, value in self.settings.items():
             section, _, name = path.partition(".")
@@ -124,7 +124,7 @@ class Conversion:
         self.rows.append(ConvertedKey(key, value, status, to, why))
 
     def _take_key(self, key: str, value: Any) -> None:
-        """One key of the file, or the keys inside it."""
+        """Convert one key of the file, or the keys inside it."""
         if key in _SETS and value:
             entries = _entries(key, value)
             for number, entry in enumerate(entries):
@@ -202,7 +202,7 @@ class Conversion:
     def _set(
         self, key: str, value: Any, to: Mapping[str, Any], status: str = TAKEN, why: str = ""
     ) -> None:
-        """Take the settings `to` which a key goes, where they are valid."""
+        """Store the settings `to` that a key becomes. An invalid one makes the key NEVER."""
         for path, asked in to.items():
             old = self.settings.get(path)
             fitting, wrong = asked, ""
@@ -222,10 +222,10 @@ class Conversion:
         return str(self.settings.get("training.objective", "sft"))
 
     def _context(self, to: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of training by which those that a key goes `to` are judged."""
+        """The settings of training beside which the settings `to` of a key are checked."""
         found: dict[str, Any] = {
             "eval_strategy": "steps"
-        }  # whether there are some shows at the end
+        }  # whether anything is evaluated shows at the end
         found["objective"] = {**self.settings, **to}.get("training.objective", "sft")
         if found.get("objective") == "kto":
             found |= {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 2}
@@ -238,11 +238,11 @@ class Conversion:
         self._change(path, status=TAKEN if taken is False else NEVER, to=(), why=why)
 
     def _change(self, path: str, **new: Any) -> None:
-        """Say something else of the key that gave a setting."""
+        """Change the rows of the keys that gave the setting at `path`."""
         self.rows = [replace(row, **new) if path in row.to else row for row in self.rows]
 
     def _decide_adapter(self) -> None:
-        """Whether there is an adapter, and no settings of one where there is none."""
+        """Decide whether there is an adapter. Without one, drop the settings that need it."""
         named = {"r", "peft_type", "target_modules"} & self.given.keys()  # of PEFT's own class
         always = (made for needs, made in _table(self.program)["defaults"] if not needs)
         given = bool(named) or any(made.get("adapter") for made in always)
@@ -252,7 +252,7 @@ class Conversion:
             self._drop("model.quantization", "quantised weights are not trained without an adapter")
 
     def _fill_defaults(self) -> None:
-        """State the other program's defaults where they differ from those here."""
+        """Set the other program's defaults where they differ from the defaults here."""
         for needs, made in _table(self.program)["defaults"]:
             for path, value in made.items() if all(self._has(n) for n in needs.split()) else ():
                 instead = self.settings.get(_INSTEAD.get(path, ""), False)
@@ -265,7 +265,7 @@ class Conversion:
                     self.settings[path] = self.defaults[path] = value
 
     def _has(self, need: str) -> bool:
-        """Whether there is such a key or setting, one of those between "|", or with a value."""
+        """Whether a key or setting is there: "name", "name=value", or one of several with "|"."""
         if "|" in need:
             return any(map(self._has, need.split("|")))
         name, _, value = need.partition("=")
@@ -273,7 +273,7 @@ class Conversion:
         return found == value if value else bool(found)
 
     def _scale_batch(self) -> None:
-        """A step has the micro-batches that each process had."""
+        """Give a step the micro-batches of all processes."""
         path = "training.gradient_accumulation_steps"
         if (n := self.world_size) > 1:
             before = self.settings.get(path, 1)
@@ -349,8 +349,8 @@ class Conversion:
     def _use_sets(
         self, key: str, entries: list[dict[str, Any]], role: str, weights: Sequence[float] = ()
     ) -> None:
-        """Take sets of data. Those of training may be sources with settings of their own; all of an
-        evaluation have one split and configuration."""
+        """Take sets of data. Training sets may be sources with settings of their own. All sets of
+        an evaluation share one split and configuration."""
         paths = [_listed(e.get("data_files") or e.get("path")) for e in entries]
         names = [name for found in paths for name in found]
         self.settings[f"data.{role}"] = names[0] if len(names) == 1 else names
@@ -385,7 +385,7 @@ class Conversion:
                 self._say(f"{key}[{number}]", entry.get(differ[0]), BY_HAND, why)
 
     def _mixing(self, names: Sequence[str]) -> list[float]:
-        """Have sets interleaved where the file asks for it; their weights."""
+        """Interleave the sets where the file asks for it, and return their weights, else []."""
         strategy = str(self.given.get("mix_strategy", "concat"))
         if len(names) < 2 or strategy not in _MIXING:
             return []
@@ -407,7 +407,7 @@ def _table(program: str) -> dict[str, Any]:
 
 @cache
 def _rules(program: str) -> list[tuple[str, list[Any]]]:
-    """The rules of a program's table: an expression of names, and its cases."""
+    """The rules of a program's table: expressions of names, each with its cases."""
     table, found = _table(program), list[tuple[str, list[Any]]]()
     for names, cases in (*table["keys"].items(), *_tables()["shared"].items()):
         named = [[".*", TAKEN, {cases: "$"}, ""]] if isinstance(cases, str) else cases
@@ -420,7 +420,7 @@ def _rules(program: str) -> list[tuple[str, list[Any]]]:
 
 @cache
 def _containers(program: str) -> frozenset[str]:
-    """The keys under which others are that have rules or names here."""
+    """Keys that only hold other keys, which have rules or names here."""
     own = {names for names, _ in _rules(program)}
     names = own.union(*aliases.called(_SCHEMA).values())
     outer = {name.partition(".")[0] for name in names if re.match(r"\w+\.", name)}
@@ -428,7 +428,7 @@ def _containers(program: str) -> frozenset[str]:
 
 
 def marks(keys: Mapping[str, Any]) -> dict[str, int]:
-    """How many of the keys by which it is known each program has."""
+    """For each program, how many of the keys that mark it are in `keys`."""
     return {p: sum(mark in keys for mark in _table(p)["marks"].split()) for p in PROGRAMS}
 
 
@@ -450,9 +450,9 @@ def _own_default(path: str) -> Any:
 
 
 def _fit(path: str, value: Any, context: Mapping[str, Any]) -> tuple[Any, str]:
-    """`value` as the setting at `path` takes it beside the `context` of training, and why it is
-    refused, or "". A text that is a number or a switch, as on a command line, is one; a single text
-    may be a list of one."""
+    """The value that the setting at `path` takes beside the `context` of training, and why it is
+    refused, or "". A text may stand for a number or a switch, as on a command line. A single value
+    may stand for a list."""
     section, _, name = path.partition(".")
     if not name:
         return value, ""
@@ -480,7 +480,7 @@ def _fit(path: str, value: Any, context: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _placed(value: Any, place: Callable[[str], str]) -> Any:
-    """Paths, or sources with some, as they stand in another file."""
+    """Paths, or the paths in sources, which `place` rewrites for another file."""
     if isinstance(value, list):
         return [_placed(part, place) for part in value]
     if isinstance(value, dict):
@@ -489,7 +489,7 @@ def _placed(value: Any, place: Callable[[str], str]) -> Any:
 
 
 def _entries(key: str, value: Any) -> list[dict[str, Any]]:
-    """The sets under a key of axolotl or TRL: each is an object, or only its path."""
+    """The sets under a key of axolotl or TRL, as objects; a set may be given as only a path."""
     plain = {"type": "pretrain"} if key == "pretraining_dataset" else {}
     entries = value if isinstance(value, list) else [value]
     return [{**plain, **(e if isinstance(e, dict) else {"path": e})} for e in entries]

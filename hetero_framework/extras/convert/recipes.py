@@ -13,7 +13,7 @@ from hetero_framework.config.strict_json import parse_object
 from hetero_framework.errors import ConfigError, UserError, in_words
 from hetero_framework.extras.convert.convert import program_of
 
-# Names that stand around fields of classes.
+# Keys that only hold the fields of a class.
 _CLASSES = re.compile(
     "(sft|peft|lora|model)_config|(training_|model_|script_)?args|model_init_kwargs"
     "|(SFT|Lora|Model)Config|ScriptArguments|(?P<method>DPO|ORPO|CPO|KTO|Reward)Config"
@@ -24,14 +24,14 @@ _OF_A_SHELL = re.compile(r".*[$`].*|;.*|[|&]+|\d?>.*|<", re.DOTALL)
 
 @dataclass(frozen=True)
 class Recipe:
-    """The keys of a program's file."""
+    """The keys in a file, and the program that the file is of."""
 
     keys: dict[str, Any]
     program: str
 
 
 def read_recipe(file: Path) -> Recipe:
-    """A YAML or JSON file, or a text with a command line of TRL. Raises UserError."""
+    """Read a YAML or JSON file, or a text with a command line of TRL. Raises UserError."""
     text = _text(file)
     if file.suffix in (".py", ".ipynb"):
         raise UserError(
@@ -62,7 +62,7 @@ def _keys(text: str, file: Path) -> dict[str, Any]:
 
 
 def _flat(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """The keys without the names of classes around fields, as in {"SFTConfig": {...}}."""
+    """The keys, with the fields taken out of a class's key, as in {"SFTConfig": {...}}."""
     found: dict[str, Any] = {}
     for key, value in keys.items():
         inside = _CLASSES.fullmatch(key) if isinstance(value, dict) else None
@@ -75,7 +75,7 @@ def _flat(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _of_command(text: str, file: Path) -> dict[str, Any]:
-    """The options of `trl METHOD`, which override those of the file of --config."""
+    """The options of `trl METHOD`, which override the keys in the file of --config."""
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""The demonstration: the whole job on one machine, with a model and data made by itself."""
+"""The demonstration: the whole job on one machine, with a model and data that it makes."""

@@ -1,4 +1,4 @@
-"""The demonstration's model, tokenizer and data, made of what every Python brings along."""
+"""The demonstration's model, tokenizer and data, made from what every Python has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SUMS_PER_SAMPLE = 12
 
 
 def sources() -> list[Path]:
-    """The standard library's own modules, drawn the same way everywhere."""
+    """Two thirds of the standard library's modules, drawn with a fixed seed."""
     library = Path(sysconfig.get_paths()["stdlib"])
     # Tests and installed packages differ from machine to machine; the top modules hardly do.
     files = sorted(library.glob("*.py")) + sorted(library.glob("[a-z]*/*.py"))
@@ -47,13 +47,13 @@ def sums(count: int) -> list[str]:
 
 
 def write_samples(path: Path, texts: Iterable[str]) -> None:
-    """One {"text": ...} per line."""
+    """Write one {"text": ...} per line."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
 
 
 def make_model(directory: Path, files: list[Path]) -> None:
-    """A BPE tokenizer trained on `files`, and a Llama of random weights."""
+    """Write a BPE tokenizer trained on `files`, and a Llama with random weights."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast

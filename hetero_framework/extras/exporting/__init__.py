@@ -1,1 +1,1 @@
-"""Results after a run: of a checkpoint, and adapters folded into their models."""
+"""Results made after a run: from a checkpoint, or by folding an adapter into its model."""

@@ -1,8 +1,8 @@
-"""The result of a run, made of a checkpoint without its workers.
+"""Makes the result of a run from a checkpoint, without the run's workers.
 
 For `hetero export`, and for a run whose workers are gone when the result is gathered. A checkpoint
-has the weights of every stage; an adapter needs nothing else, and a whole model is read and written
-block by block.
+has the trained weights of every stage. An adapter needs nothing else. A whole model is read and
+written block by block.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def export_last_checkpoint(
     lost: PeerLostError,
     best: CheckpointReader | None = None,
 ) -> Path:
-    """Write the result from the last checkpoint, or the best, and return its directory. Raises
-    `lost` where there is none, and a like error that names the result where it lacks the last
-    steps."""
+    """Write the result from `best`, or else from the last checkpoint, and return its directory.
+    Raises `lost` where there is no checkpoint, and a PeerLostError that names the result where the
+    result lacks the last steps."""
     try:
         reader = best or checkpoints.last()
         if reader is None:
@@ -83,9 +83,9 @@ def export_checkpoint(
 ) -> CheckpointReader:
     """Write the result of the run as if it had ended at this checkpoint; return the checkpoint.
 
-    `place` is a `step_N` directory, or a run's `output_dir` or `checkpoint_dir`: then its latest.
-    The configuration is the checkpoint's, unless `config_file` names one. Raises CheckpointError
-    for a checkpoint that is damaged or does not fit, ModelError and DataError.
+    `place` is a `step_N` directory, or a run's `output_dir` or `checkpoint_dir`, of which the
+    latest checkpoint counts. `config_file` replaces the checkpoint's own configuration. Raises
+    CheckpointError for a checkpoint that is damaged or does not fit, ModelError and DataError.
     """
     reader = _find(place)
     output.check(reader.directory, place)
@@ -145,8 +145,8 @@ def _configuration(reader: CheckpointReader, file: Path | None) -> Config:
 def _tensors(
     reader: CheckpointReader, config: Config, plan: AdapterPlan | None
 ) -> Iterator[Tensors]:
-    """The tensors of the finished artefact. Nothing of the base is read for an adapter that leaves
-    the embeddings alone, else block by block."""
+    """The tensors of the result. An adapter that leaves the embeddings alone reads nothing of the
+    base model; otherwise the base model is read block by block."""
     assert config.model is not None
     if plan is not None and not plan.embedding_tensors:
         from hetero_framework.models.adapters.lora import tensors_of_plan

@@ -54,7 +54,7 @@ def merge_adapter(
     dtype: DType = "auto",
     revision: str | None = None,
 ) -> None:
-    """Write `model`, a directory or hub name, with the adapter folded in into `output`.
+    """Fold the adapter into `model`, a directory or hub name, and write the result to `output`.
 
     `dtype` is the type of the result ("auto": the checkpoint's). Memory holds about one block and
     one weight file. An adapter on one end of tied embeddings unties them: the ends then differ.
@@ -94,7 +94,7 @@ def merge_adapter(
             part.tie_word_embeddings = False
     parts = _merged_layers(settings, base_dir, introspect(config).num_layers, plan, untie)
     generation = base_generation(settings, base_dir, config)
-    if (tokenizer := _tokenizer(str(adapter_dir))) is not None:  # the one that it was trained with
+    if (tokenizer := _tokenizer(str(adapter_dir))) is not None:  # the adapter was trained with it
         align_tokens(out_config, generation, tokenizer)
     else:
         tokenizer = _tokenizer(source, revision)
@@ -117,7 +117,7 @@ def _merged_layers(
     for span in ranges_between(range(count + 1)):
         shard = load_shard(settings, base_dir, span, device, seed=0)
         for target in shard.ties if untie else ():
-            # Where its source is here, too, they share memory; a merge may change only one.
+            # It may share memory with its source in this shard; a merge may change only one.
             weight = shard.model.get_parameter(target)
             weight.data = weight.data.clone()
         attach_adapter(shard, plan, seed=0)
@@ -132,7 +132,7 @@ def _merged_layers(
 
 
 def _tokenizer(source: str, revision: str | None = None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a directory or repository; None where it has none."""
+    """The tokenizer in a directory or repository; None where there is none."""
     has_one = cached_file(
         source,
         repository.TOKENIZER,

@@ -2,22 +2,22 @@
 
     HETERO_FAILPOINT=[process/]name[@step][:action[:value]],...
 
-`process` is `coordinator` or `worker-<id>`; without it every process is meant. `name` is one of
-POINTS. `step` counts from 1, as the log does; 0 is before the first.
+`process` is `coordinator` or `worker-<id>`; without it the entry is for every process. `name` is
+one of POINTS. `step` counts from 1, as the log does; 0 is before the first step.
 
     name        fires once in a process, the first time that it is reached
     name@9      fires once in a process, the first time that it is reached in step 9
     name@*      fires every time, and says so once
 
 Actions: `kill` (SIGKILL to itself; the default), `exit:CODE` (at once, without cleaning up; 1),
-`stop` (SIGSTOP; not on Windows), `raise` (a RuntimeError, as a bug would), `oom:SHAPE` (out of
-memory as `device`, the default, `cpu`, `mps` or `host` says it), `sleep:SECONDS`, `slow:FACTOR` (as
-if this thread's work since the point before had taken FACTOR times as long), and `inf`, which makes
-the tensor of a numeric point infinite.
+`stop` (SIGSTOP; not on Windows), `raise` (a RuntimeError, as a bug would), `oom:SHAPE` (the
+out-of-memory error of `device`, the default, `cpu`, `mps` or `host`), `sleep:SECONDS`, and
+`slow:FACTOR` (as if this thread's work since the point before had taken FACTOR times as long).
+`inf` makes the tensor of a numeric point infinite.
 
 A process that is started again has the same environment and fires again. With
-HETERO_FAILPOINT_ONCE=DIR a point that fires once leaves a file there and fires in no process that
-finds it. A process with failpoints says so when it starts.
+HETERO_FAILPOINT_ONCE=DIR a point that fires once leaves a file in DIR, and fires in no process that
+finds this file. A process with failpoints says so when it starts.
 
 To add one: a line in POINTS, a `hit` in the product, a row in docs/maintainers/fault_injection.md.
 """
@@ -72,7 +72,7 @@ POINTS = {
     "island-apply": "all have agreed on a fragment's weights, the stages do not have them",
     "output": "numeric: what leaves a stage's forward, or its loss",
 }
-"""The place of each by name. The same points are in the coordinator and in workers."""
+"""The place of each failpoint, by name. The coordinator and workers have the same points."""
 
 _NUMERIC = {"output"}
 _SPEC = re.compile(
@@ -122,8 +122,8 @@ ACTIONS: dict[str, Callable[[str | None], None]] = {
 
 @dataclass
 class _Failpoint:
-    """One entry of the variable. `step` None: any; `done`: it has fired and does so once; `told`:
-    its firing has been reported."""
+    """One entry of the variable. A `step` of None means any step. `done` says that it has fired and
+    may not fire again, `told` that its firing is reported."""
 
     text: str
     process: str | None
@@ -143,7 +143,7 @@ class _Failpoint:
 
 
 class Failpoints:
-    """Those of this process, as `text` says. Raises ConfigError where it cannot be read."""
+    """The failpoints in `text` for this process. Raises ConfigError for an unreadable text."""
 
     def __init__(self, text: str, process: str) -> None:
         points = [_parse(entry.strip()) for entry in text.split(",") if entry.strip()]
@@ -159,7 +159,7 @@ class Failpoints:
         return any(point.is_due(name) for point in self.points)
 
     def hit(self, name: str, tensor: Any = None) -> None:
-        """Do what the failpoints say of this place."""
+        """Do what the failpoints say about this place."""
         with self._lock:
             point = next((point for point in self.points if point.is_due(name)), None)
             fires = point is not None and self._claim(point)
@@ -172,7 +172,7 @@ class Failpoints:
         self._last[threading.get_ident()] = time.perf_counter()
 
     def _claim(self, point: _Failpoint) -> bool:
-        """Whether it may fire; what fires once never does again."""
+        """Whether the point may fire. A point that fires once is marked as done."""
         if point.step == _EVERY:
             return True
         point.done = True

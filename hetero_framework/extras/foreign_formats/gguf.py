@@ -1,7 +1,7 @@
 """A result as GGUF, converted by llama.cpp's own scripts, with a Modelfile for Ollama.
 
-The scripts are the user's copy of llama.cpp, run as a process of their own. What they would refuse
-late, or turn into something else without a word, is refused before they run.
+The scripts are in the user's copy of llama.cpp and run in a process of their own. A result that
+they would refuse late, or convert wrongly without a word, is refused before they run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ELSEWHERE = {
     "alpha_pattern": "an alpha for each module",
     "target_parameters": "adapted parameters of experts",
 }
-# The script leaves frozen embeddings out, and takes norms over.
+# Tensors that need no refusal: the script leaves frozen embeddings out, and takes norms over.
 _CONVERTED = re.compile(
     r".*\.(lora_[AB]\.weight|lora_embedding_[AB]|base_layer\.weight)|.*(_layernorm|\.norm).*"
 )
@@ -41,9 +41,9 @@ _CONVERTED = re.compile(
 def convert_to_gguf(
     source: Path, llama_cpp: Path, output: OutputDirectory, outtype: str
 ) -> tuple[Path, Path]:
-    """Write the GGUF of an adapter or model directory into `output`, with a Modelfile; return
-    both. Raises ModelError for what GGUF cannot hold, UserError where a script is absent or fails.
-    """
+    """Write the GGUF of an adapter or model directory and a Modelfile into `output`; return both
+    paths. Raises ModelError for a part that GGUF cannot hold, UserError where the script is absent
+    or fails."""
     kind = "adapter" if (source / ADAPTER_CONFIG).is_file() else "model"
     settings = ADAPTER_CONFIG if kind == "adapter" else repository.CONFIG
     script = llama_cpp / _SCRIPTS[kind]
@@ -68,7 +68,7 @@ def convert_to_gguf(
 
 
 def _lost(config: Mapping[str, Any], weights: Path) -> Iterator[str]:
-    """The parts of an adapter that the script does not convert, or not to what they mean."""
+    """The parts of an adapter that the script leaves out or converts wrongly."""
     yield from (what for name, what in _ELSEWHERE.items() if config.get(name))
     if config.get("peft_type") != "LORA":
         yield f"the method {config.get('peft_type')}"
@@ -86,8 +86,8 @@ def _lost(config: Mapping[str, Any], weights: Path) -> Iterator[str]:
 
 
 def _base(config: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The base model for the Modelfile, its directory where this machine has it, and the options
-    that name it to the script."""
+    """The base model for the Modelfile (its directory where this machine has it), and the options
+    of the script that name the base model."""
     name = config.get("base_model_name_or_path")
     if not isinstance(name, str):
         raise ModelError(

@@ -3,11 +3,11 @@
 The documents of a corpus follow one another in a shuffled order, and sample k is the tokens from
 k * length to (k + 1) * length of that stream, both included: `length` + 1 tokens. Megatron feeds
 the first `length` of them and takes the last `length` as labels. The models here shift labels
-themselves, so a row has all of the tokens and its loss is that of the same `length` predictions;
-the prediction after the last token has no label.
+themselves, so a row has all `length` + 1 tokens. Its loss is of the same `length` predictions: the
+prediction after the last token has no label.
 
-Files are memory-mapped, and what was read is given back to the system soon. So is the index of
-documents and samples, which lies in a temporary file.
+Files are memory-mapped, and the pages that were read are soon given back to the system. The index
+of documents and samples lies in a temporary file, which is treated likewise.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _SURPLUS = 0.005  # of the samples of each part of a blend
 
 
 class IndexedFile:
-    """The sequences of a `.bin` by its `.idx`, in Megatron's present format (MMIDIDX) or that of
-    its "cached" and "lazy" data sets (TNTIDX).
+    """The sequences of a `.bin` by its `.idx`, in Megatron's present format (MMIDIDX) or in the
+    format of its "cached" and "lazy" data sets (TNTIDX).
 
-    `lengths` are the tokens of each sequence and `starts` their places in the file, in units of
-    `unit` bytes. Raises DataError, with the name of the file, where the two do not fit each other.
+    `lengths` holds the number of tokens of each sequence, `starts` its place in the `.bin` in units
+    of `unit` bytes. Raises DataError, with the file's name, where the two files do not fit.
     """
 
     def __init__(self, idx: Path) -> None:
@@ -105,14 +105,14 @@ class IndexedFile:
         return len(self.lengths)
 
     def _check(self, bounds: np.ndarray, modes: np.ndarray) -> None:
-        """DataError where the index contradicts itself or the .bin."""
+        """Raise DataError where the index contradicts itself or the .bin."""
         size, item = len(self._tokens), self.dtype.itemsize
         total = _tokens(self, range(len(self)))
         if total * item != size:
             text = f"{total:,} tokens of {item} bytes, which is {total * item:,} bytes"
             raise DataError(f"{self.idx} lists {text}, but {self.bin} has {size:,}", hint=_PAIR)
         for part in _chunks(len(self)):
-            # What is beyond the file is that much beyond it at most, for products not to wrap.
+            # Values beyond the file are cut to size + 1, so that products do not wrap.
             lengths = np.minimum(self.lengths[part].astype(np.int64), size + 1)
             starts = np.minimum(self.starts[part], size + 1) * self.unit
             wrong = (lengths < 0) | (starts < 0) | (starts > size - lengths * item)
@@ -130,7 +130,7 @@ class IndexedFile:
             raise DataError(text, hint=_PAIR)
 
     def tokens(self, sequence: int, begin: int, most: int) -> np.ndarray:
-        """At most `most` tokens of a sequence from its token `begin` on, in place."""
+        """At most `most` tokens of a sequence from its token `begin` on, as a view of the file."""
         count = min(most, int(self.lengths[sequence]) - begin)
         place = int(self.starts[sequence]) * self.unit + begin * self.dtype.itemsize
         return np.frombuffer(self._tokens, self.dtype, count, place)
@@ -168,7 +168,7 @@ def _tokens(file: IndexedFile, numbers: range) -> int:
 
 
 def _give_back(*arrays: np.ndarray) -> None:
-    """Take the pages that were read of the files of these arrays out of this process's memory."""
+    """Release the pages of these arrays' files from this process's memory."""
     for each in arrays:
         file = getattr(each.base, "obj", None)
         if isinstance(file, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
@@ -195,12 +195,12 @@ def _stored(parts: Iterable[np.ndarray]) -> np.ndarray:
 
 
 class _Stream:
-    """GPTDataset of Megatron: samples of some of a file's sequences.
+    """The samples that Megatron's GPTDataset makes of some of a file's sequences.
 
     Args:
         numbers: The sequences that are taken.
         length: Predictions of a sample.
-        samples: At least how many there are, in one epoch or in several; None: those of one epoch.
+        samples: The least number of samples, of one or several epochs; None: those of one epoch.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class _Stream:
             yield sums
 
     def pieces(self, index: int) -> Iterator[tuple[int, np.ndarray]]:
-        """The sequences of a sample and its tokens in each."""
+        """Pairs of the number of a sequence and the tokens that the sample takes from it."""
         at = int(self._order[index]) * self.length
         place = int(np.searchsorted(self._ends, at, side="right"))
         missing = self.length + 1
@@ -261,9 +261,9 @@ def _shuffled(values: np.ndarray, state: np.random.RandomState) -> np.ndarray:
 
 
 class _Blend:
-    """The part of a blend that each sample comes from, as `build_blending_indices` of Megatron
-    chooses it: that which lags furthest behind its weight. `limits` are the samples of each part,
-    for its `build_exhaustive_blending_indices`. Choices are made when they are asked for."""
+    """Chooses the part of a blend that each sample comes from: the part that lags furthest behind
+    its weight, as in Megatron's `build_blending_indices`. With `limits`, the samples of each part,
+    it does as `build_exhaustive_blending_indices`. Choices are made on demand."""
 
     def __init__(self, weights: Sequence[float], limits: Sequence[int] | None = None) -> None:
         total = float(np.sum(np.array(weights, dtype=np.float64)))
@@ -288,8 +288,8 @@ class _Blend:
 
 
 class StreamOrder(SampleOrder):
-    """Samples one after another in whole steps, beyond the end of an epoch, as Megatron-LM takes
-    them. `num_examples` are those of one epoch."""
+    """The order of Megatron-LM: samples one after another in whole steps, also across the end of an
+    epoch. `num_examples` counts the samples of one epoch."""
 
     mixes_epochs = True  # the epochs of a run are shuffled together
 
@@ -308,18 +308,18 @@ class StreamOrder(SampleOrder):
     def largest(
         self, tokens: np.ndarray, first_step: int, *, packed: bool = False, multiple: int = 1
     ) -> tuple[int, int] | None:
-        """All micro-batches are equally large."""
+        """The first micro-batch, since all are equally large."""
         return (first_step, 0) if first_step < self.total_steps else None
 
     def padded(self, tokens: np.ndarray, multiple: int = 1) -> float:
-        """None of them has padding."""
+        """0: no micro-batch has padding."""
         return 0.0
 
 
 @dataclass(frozen=True)
 class MegatronCorpus(Corpus):
-    """What `data.train` or `data.eval` names: files, the sequences that are taken of each, and the
-    weights of a blend. `known` are the token ids that the model has embeddings for."""
+    """The corpus that `data.train` or `data.eval` names: files, the sequences taken of each, and
+    the weights of a blend. `known` is the number of token ids that the model has embeddings for."""
 
     files: list[IndexedFile]
     numbers: list[range]
@@ -333,7 +333,7 @@ class MegatronCorpus(Corpus):
 
     @cached_property
     def pass_samples(self) -> list[int]:
-        """Samples of one pass over each part. Raises DataError where there is none."""
+        """The number of samples in one pass over each part. Raises DataError where one has none."""
         counts = list(map(_tokens, self.files, self.numbers))
         for file, tokens in zip(self.files, counts, strict=True):
             if tokens <= self.length:
@@ -368,10 +368,10 @@ class MegatronCorpus(Corpus):
         return self.samples(None, seed)
 
     def samples(self, count: int | None, seed: int) -> Samples:
-        """The samples of a run that takes `count` of them; None: those of one pass.
+        """The samples of a run that takes `count` of them; None: the samples of one pass.
 
         As in Megatron, a list without weights is taken in proportion to the samples of its parts.
-        Beyond one pass over it Megatron stops; here it goes on as if these numbers were written as
+        Megatron stops after one pass. Here the run goes on as if the numbers of samples were the
         weights.
         """
         sizes, weights = self.pass_samples, self.weights
@@ -463,8 +463,8 @@ class Samples:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256, in hex, of the files, as far as `IndexedFile.fingerprint` looks at them, and of
-        all else that decides the samples, except the seed."""
+        """sha256, in hex, of the files' `fingerprint` and of all else that decides the samples,
+        except the seed."""
         digest = hashlib.sha256(f"megatron 1 {self.longest} {self.corpus.weights}".encode())
         for stream, numbers in zip(self.streams, self.corpus.numbers, strict=True):
             digest.update(stream.file.fingerprint)

@@ -1,8 +1,8 @@
 """A bare SentencePiece model (`tokenizer.model`) as a tokenizer of transformers.
 
-transformers converts such a file by the class that a `tokenizer_config.json` names, and without one
-it leaves out the space before the first word and the removal of repeated spaces. Here both come
-from the file itself, so that the ids are those of `SentencePieceProcessor.encode`.
+Where no `tokenizer_config.json` names a class, transformers converts such a file without two rules:
+the space before the first word, and the removal of repeated spaces. Here both rules come from the
+file itself, so that the ids are those of `SentencePieceProcessor.encode`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _ROLES = ("bos", "eos", "unk", "pad")
 
 
 def read_sentence_piece(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a unigram or BPE model, with the bos, eos, unk and pad tokens that it
-    names. It adds none of them to a text. Raises DataError for other files, and where the library
+    """The tokenizer of a unigram or BPE model, with the bos, eos, unk and pad tokens that the model
+    names. It adds none of these to a text. Raises DataError for other files, and where the library
     is missing."""
     try:
         from sentencepiece import sentencepiece_model_pb2
@@ -65,8 +65,8 @@ def read_sentence_piece(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _rules(model: Any, path: Path) -> Callable[[str], str]:
-    """How SentencePiece normalises, spaces and user-defined symbols aside. Raises DataError for a
-    model that it does not take."""
+    """SentencePiece's own normalisation, spaces and user-defined symbols aside. Raises DataError
+    for a model that SentencePiece refuses."""
     from sentencepiece import SentencePieceProcessor
 
     bare = type(model).FromString(model.SerializeToString())
@@ -81,8 +81,8 @@ def _rules(model: Any, path: Path) -> Callable[[str], str]:
 
 
 def _checked(base: Any, rules: Callable[[str], str]) -> Any:
-    """A class of tokenizers that refuses the rare texts (several marks on one letter in an unusual
-    order) which tokenizers normalises otherwise than SentencePiece."""
+    """A tokenizer class that refuses texts which the library tokenizers normalises otherwise than
+    SentencePiece. These are rare: they have several marks on one letter in an unusual order."""
 
     def same(tokenizer: Any, text: str) -> bool:
         ours = tokenizer.backend_tokenizer.normalizer.normalize_str(text)
@@ -109,8 +109,8 @@ def _texts(given: Any) -> Iterator[str]:
 
 
 def _composed() -> list[Any]:
-    """Composes letters and the marks that follow. As in SentencePiece's rules, what is composed
-    already takes no further mark: a sign between them holds them apart."""
+    """Normalizers that compose letters with the marks that follow. As in SentencePiece's rules, a
+    composed letter takes no further mark: a sign between the two holds them apart."""
     from tokenizers import Regex, normalizers
 
     several = (c for c in map(chr, range(0x30000)) if len(unicodedata.normalize("NFD", c)) > 1)
@@ -140,7 +140,7 @@ def _tokenizer(model: Any, *, composes: bool) -> Tokenizer:
     if composes:  # Precompiled takes letters one by one
         rules = [*_composed(), *rules, *_composed()]
     if spec.remove_extra_whitespaces:
-        # Of leading spaces one stays where one is due: the place of the first word is 0 then.
+        # With a prefix one leading space stays, so that the text still begins at place 0.
         ends = r" +\z" if spec.add_dummy_prefix else r"\A +| +\z"
         rules += [normalizers.Replace(Regex(ends), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     tokenizer.normalizer = normalizers.Sequence([*rules, normalizers.Replace(" ", _SPACE)])
@@ -161,7 +161,7 @@ def _tokenizer(model: Any, *, composes: bool) -> Tokenizer:
 
 
 def _merges(pieces: Any) -> list[tuple[str, str]]:
-    """Every pair of pieces that make a piece, the best score first."""
+    """Every pair of pieces that together make a piece, the best score first."""
     scores = {piece.piece: piece.score for piece in pieces if piece.type == _NORMAL}
     pairs = (
         (-score, left, right)

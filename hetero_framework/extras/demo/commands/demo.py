@@ -117,7 +117,7 @@ def settings(full_steps: int, lora_steps: int) -> tuple[dict[str, Any], dict[str
 
 @contextmanager
 def training(config: Path, *overrides: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A run, whose end is waited for behind the block; its failure ends the demonstration."""
+    """Start a run, and wait for its end after the block. If it fails, end the demonstration."""
     command = [sys.executable, "-m", "hetero_framework", "train", "--config", str(config)]
     with subprocess.Popen([*command, *(f"--set={one}" for one in overrides)]) as process:
         yield process
@@ -138,7 +138,7 @@ def kill_worker(output: Path, run: subprocess.Popen[bytes], *, worker: int, step
 
 
 def digest(output: Path) -> str:
-    """Of a run's adapter."""
+    """sha256, in hex, of the weights of a run's adapter."""
     weights = output / "adapter" / "adapter_model.safetensors"
     return hashlib.sha256(weights.read_bytes()).hexdigest()
 
