@@ -122,7 +122,7 @@ def _find(place: Path) -> CheckpointReader:
 
 
 def _configuration(reader: CheckpointReader, file: Path | None) -> Config:
-    """The run's configuration, or that of a file with the same model and adapter."""
+    """The run's configuration, or `file`'s, which has to have the same adapter section."""
     if file is None:
         saved = reader.manifest.get("config")
         if saved is None:

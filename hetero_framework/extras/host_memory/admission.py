@@ -1,7 +1,7 @@
 """Shows that an architecture computes the same with layers that are not there all the time.
 
-A tiny copy runs forward and backward with all layers in one slot, which the next layer fills as
-soon as one is done, and must give the bits of the copy that has everything.
+A tiny copy runs forward and backward with layers that take turns in one slot. It must give the same
+bits as a copy that has all layers on the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hetero_framework.models.verify.equivalence import (
 
 
 def admit_streaming(config: PretrainedConfig) -> None:
-    """Try a tiny copy, or remember that it passed. Raises ArchitectureError where it does not."""
+    """Try a tiny copy, unless it is known to pass. Raises ArchitectureError where it fails."""
     asked = question(f"streaming {own_code(Path(__file__).parent)}", config, ())
     if recall("verdicts", asked):
         return
@@ -61,7 +61,7 @@ def try_streaming(tiny: PretrainedConfig) -> str:
 
 
 def _outcome(tiny: PretrainedConfig, recomputes: bool, streams: bool) -> dict[str, torch.Tensor]:
-    """The losses of two micro-batches, and the gradients of all outside the layers."""
+    """The losses of two micro-batches, and the gradients of all weights outside the layers."""
     structure = introspect(tiny)
     whole = ranges_between([0, structure.num_layers])[0]
     shard = build_shard(tiny, None, whole, dtype=torch.float32)
@@ -81,7 +81,7 @@ def _outcome(tiny: PretrainedConfig, recomputes: bool, streams: bool) -> dict[st
         visitors.begin(FORWARD, k, FORWARD)
         inputs = probe_inputs(tiny, k, ids_per_token=structure.ids_per_token)
         with torch.random.fork_rng(devices=[]):
-            seed_cpu(k)  # some draw without a setting that turns it off
+            seed_cpu(k)  # some models draw, and no setting turns it off
             loss = shard.loss(inputs, (), torch.tensor(num_items([inputs])))
             loss.backward()
         found[f"the loss of micro-batch {k}"] = loss.detach()

@@ -1,8 +1,8 @@
-"""Copies to the device of what is not pinned, by a thread of its own.
+"""Copies memory that is not pinned to the device, in a thread of its own.
 
-A copy from such memory holds the thread that asks for it, until the device comes to it. So another
-thread reads the bytes, also those of a file, into two pinned buffers in turn, and queues their way
-to the device.
+A copy from such memory blocks the thread that asks for it until the device has come to the copy. So
+another thread reads the bytes, from memory or a file, into two pinned buffers in turn, and queues
+the buffers' copies to the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ends = tuple[DeviceEvent, DeviceEvent]
 
 
 def ends_of(delivery: Future[Ends]) -> Ends:
-    """The ends of a copy; waits until it is queued. Raises what reading raised."""
+    """The beginning and end of a copy. Waits until it is queued, and raises what reading raised."""
     try:
         return delivery.result(_LONGEST_S)
     except TimeoutError:
@@ -36,14 +36,14 @@ def ends_of(delivery: Future[Ends]) -> Ends:
 
 
 def settle(deliveries: Iterable[Future[Ends]]) -> None:
-    """Wait until copies are over. What has failed is not raised: its frames hold the slots."""
+    """Wait until copies are over. Errors of copies are not raised: their frames hold the slots."""
     for delivery in wait(deliveries, _LONGEST_S).done:
         if delivery.exception() is None:
             delivery.result()[1].wait()
 
 
 class Feeder:
-    """The thread; it begins with the first copy."""
+    """The thread that copies; it begins with the first copy."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -51,7 +51,7 @@ class Feeder:
         self._buffers = deque((device.host_bytes(_BUFFER_BYTES), DeviceEvent()) for _ in range(2))
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: DeviceEvent) -> Future[Ends]:
-        """Copy the second tensor of each pair, bytes, into the first, behind `after`."""
+        """Copy the second tensor of each pair into the first, after `after`. Both are bytes."""
         delivery = Future[Ends]()
 
         def job() -> None:

@@ -1,7 +1,7 @@
-"""Optimizer states in host memory: those of a group of parameters visit the device while it steps.
+"""Optimizer states in host memory that visit the device while their group of parameters steps.
 
-While one group steps, the states of the next one are on their way, and those of the one before
-return. The device has memory for three groups, and only during the commit.
+While one group steps, the states of the next group are on their way to the device, and the states
+of the group before return. The device has memory for three groups, and only during the commit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hetero_framework.extras.host_memory.visitors import Visitors
 from hetero_framework.models.sizing.streaming import STATES_GROUP_BYTES, STATES_OF_NUMBER
 
 _SMALL_BYTES = 1024  # states that stay: counters, tables of 8-bit optimizers
-_RETURNING = 1  # groups, behind the one that steps
+_RETURNING = 1  # groups whose states return while the next one steps
 _States = Mapping[Tensor, dict[str, Any]]
 _Visiting = dict[tuple[Tensor, str], Tensor]
 
@@ -42,8 +42,8 @@ def in_groups(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 class OptimizerStates(Visitors):
-    """The states of one stage's optimizer. Between commits `optimizer.state` has them in host
-    memory, in the same one for good."""
+    """The states of one stage's optimizer. Between commits `optimizer.state` holds them in host
+    memory, always in the same place."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
@@ -51,7 +51,7 @@ class OptimizerStates(Visitors):
         self._returned = DeviceEvent()
 
     def step(self, optimizer: Optimizer) -> None:
-        """As `optimizer.step`. Gradients are gone afterwards."""
+        """Do `optimizer.step`, group by group. Gradients are gone afterwards."""
         gradients = {p: p.grad for p in _parameters(optimizer) if p.grad is not None}
         for parameter in gradients:
             parameter.grad = None
@@ -78,7 +78,7 @@ class OptimizerStates(Visitors):
         self._memory.tell("optimizer states")
 
     def load(self, optimizer: Optimizer, names: Mapping[Any, str], state: States) -> None:
-        """As `load_state_tensors`, which puts all that it loads onto the device."""
+        """Do `load_state_tensors` group by group, since it loads onto the device."""
         loaded: defaultdict[Tensor, Any] = defaultdict(dict)
         for group in in_groups(_parameters(optimizer)):
             part = {names[p]: state[names[p]] for p in group if names[p] in state}
@@ -93,7 +93,7 @@ class OptimizerStates(Visitors):
         self._returned.wait()
 
     def _fetch(self, states: _States, group: list[Tensor]) -> tuple[_Visiting, DeviceEvent]:
-        """Queue the way of a group's states to the device, into memory of their own."""
+        """Queue the copies of a group's states to the device, into memory of their own."""
         hosts = {
             (parameter, key): host
             for parameter in group
@@ -101,13 +101,13 @@ class OptimizerStates(Visitors):
             if (host := self._hosts.get((parameter, key))) is state and host is not None
         }
         there = {at: torch.empty_like(host, device=at[0].device) for at, host in hosts.items()}
-        # The memory may be in use until then, by work that is queued.
+        # Work that was queued before may still use this memory.
         queued = self._device.record_event()
         pairs = [(tensor, hosts[at]) for at, tensor in there.items()]
         return there, self._queue("states in", pairs, queued) if pairs else queued
 
     def _send_back(self, states: _States, group: list[Tensor]) -> None:
-        """Queue the way of a group's states to host memory, which `states` has from now on."""
+        """Queue the copies of a group's states to host memory. `states` has these from now on."""
         pairs = []
         for parameter in group:
             for key, tensor in states.get(parameter, {}).items():
@@ -129,8 +129,8 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _travels(state: Any, parameter: Tensor) -> bool:
-    """Whether a state is worth a place in host memory. bitsandbytes' paged ones have it already,
-    and a tensor of another class may consist of several."""
+    """Whether a state is kept in host memory. Paged states of bitsandbytes are there already, and a
+    tensor of another class may consist of several tensors."""
     return (
         type(state) is Tensor
         and state.device == parameter.device

@@ -30,8 +30,8 @@ def reside(
     rng: ShardRange,
     kept: ReusableModules,
 ) -> tuple[Shard, HostMemory]:
-    """Load a stage's shard with what the plan keeps in host memory. Raises ConfigError for layers
-    that are trained."""
+    """Load a stage's shard, with the parts in host memory that the plan keeps there. Raises
+    ConfigError for streamed layers that are trained."""
     entry, layers = config.shard_plan[spec.index], None
     if entry.offload:
         assert isinstance(entry.offload, int)

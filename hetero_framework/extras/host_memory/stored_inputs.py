@@ -1,7 +1,7 @@
-"""Stored inputs of recomputed layers in host memory, until their backward.
+"""Keeps stored inputs of recomputed layers in host memory until their backward.
 
-An input leaves when its layer is computed, and is on its way back while the layer above is computed
-again: from the last one of a backward to the first one of the next, while the task before runs.
+An input leaves the device when its layer is computed, and returns while the layer above is computed
+again. The first input of a backward returns while the task before that backward runs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _LEAVING = 2  # inputs on their way out that the device holds
 
 @dataclass(eq=False)
 class _Stored:
-    """The input of one layer. `there` has it while it is on the device, or on its way there."""
+    """The input of one layer. `there` holds it while it is on the device, or on its way there."""
 
-    at: tuple[int, int]  # micro-batch, layer below zero: in the order of their backwards
+    at: tuple[int, int]  # micro-batch, minus the layer: sorts in the order of backwards
     there: list[Tensor]
     memory: Tensor
     host: Tensor
@@ -45,7 +45,7 @@ class StoredInputs(Visitors):
 
     def __init__(self, device: Device, spec: StageSpec) -> None:
         super().__init__(device)
-        # The last layer's backward follows at once; what was received is kept for its gradient.
+        # The last layer's backward follows at once; a received input is kept for its gradient.
         self._staying = [spec.end - 1] * spec.is_last + [spec.start] * (not spec.is_first)
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         self._stored: dict[tuple[int, int], _Stored] = {}
@@ -69,11 +69,11 @@ class StoredInputs(Visitors):
 
     @contextmanager
     def storing(self, index: int, hidden: Tensor) -> Iterator[None]:
-        """Around the call of a layer that is computed again. Others of its inputs are of all
-        layers; what is stored within the call is hidden by hooks of its own. Raises
-        ArchitectureError, as autograd would, which sees no change behind hooks."""
+        """Surrounds the call of a recomputed layer. Its inputs other than `hidden` belong to all
+        layers, and the call's own hooks hide what is stored inside. Raises ArchitectureError for
+        an input that is changed in place, which autograd does not see behind hooks."""
         version = hidden._version
-        # What is stored holds its hooks, which must not hold the input.
+        # A stored tensor holds its hooks, so the hooks must not hold the input.
         with saved_tensors_hooks(partial(self._pack, index, weakref.ref(hidden)), self._unpack):
             yield
         if hidden._version != version:
@@ -103,7 +103,7 @@ class StoredInputs(Visitors):
         return tensor
 
     def _take(self, stored: _Stored) -> Tensor:
-        """The input on the device; its host memory is free."""
+        """The input, on the device. Its host memory becomes free."""
         self._fetch(stored)
         self._free_host(stored)
         del self._stored[stored.at]
@@ -111,13 +111,13 @@ class StoredInputs(Visitors):
         return tensor
 
     def _free_host(self, stored: _Stored) -> None:
-        """Give host memory back. All that is queued from now on finds the input on the device."""
+        """Free an input's host memory. Work queued from now on finds the input on the device."""
         if stored.arrival is not None:
             self._device.order_behind(stored.arrival)
         self._free[len(stored.memory)].append(stored.memory)
 
     def _fetch_next(self) -> None:
-        """Have the next input of the backward on its way, or of the one that follows this task."""
+        """Fetch the next input for this backward, or for the backward that follows this task."""
         first = min(self._stored, default=None)
         if first is not None and (first[0] == self._micro_batch or self._following == BACKWARD):
             self._fetch(self._stored[first])
@@ -125,7 +125,7 @@ class StoredInputs(Visitors):
     def _fetch(self, stored: _Stored) -> None:
         if not stored.there:
             stored.there = [torch.empty_like(stored.host, device=self._device.torch_device)]
-            # Work that is queued may use the memory; and it is behind the end of the copy out.
+            # Queued work may still use the memory. It also comes after the end of the copy out.
             queued = self._device.record_event()
             pairs = [(stored.there[0], stored.host)]
             stored.arrival = self._queue("inputs in", pairs, queued)

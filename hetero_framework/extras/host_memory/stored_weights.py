@@ -1,4 +1,4 @@
-"""The weights of a checkpoint's files, for layers that are read at each visit."""
+"""The weights in a checkpoint's files, for layers that are read from there at each visit."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _HINT = 'take "offload_from": "file" out of shard_plan'
 
 
 class Stored:
-    """The tensors of a configuration's checkpoint, mapped into memory: they take none of it, and
-    the system keeps of them what it has room for."""
+    """The tensors of a configuration's checkpoint, as memory-mapped files. The process holds none
+    of them; the system caches as many as it has room for."""
 
     def __init__(self, config: Config, model: PretrainedConfig) -> None:
         """Raises ConfigError for a model without files."""
@@ -39,8 +39,8 @@ class Stored:
     def parts_of(
         self, block: nn.Module, index: int, places: Sequence[tuple[Any, str, Tensor, int]]
     ) -> list[tuple[int, Tensor]]:
-        """The place and the bytes of each frozen tensor of a block, the model's `index`th. Raises
-        ConfigError for one that the files have not, or otherwise."""
+        """The offset and the bytes of each frozen tensor of `block`, the model's `index`th. Raises
+        ConfigError for a tensor that the files lack, or have with other values or another type."""
         names = {id(parameter): name for name, parameter in block.named_parameters()}
         parts = []
         for holder, attribute, tensor, offset in places:

@@ -1,10 +1,10 @@
 """Frozen layers in host memory that visit the device in the order of their use.
 
-The layers take turns in a few slots of device memory. A layer's tensors are views of its slot for
-good, so that whatever autograd has stored of them is right again once the layer is back. The slot
-of a layer that is done takes the next one in the order at once: ascending forward, descending
-backward, and on into the stage's next task. Layers that the turn of direction finds in their slots
-are not copied again.
+The layers take turns in a few slots of device memory. A layer's tensors always are views of the
+same slot, so that what autograd has stored of them is right again once the layer is back. When a
+layer is done, its slot takes the next layer in the order at once: ascending in a forward,
+descending in a backward, and on into the stage's next task. Layers that are in their slots when the
+direction turns are not copied again.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def load_streamed(
     count: int,
     stored: Stored | None = None,
 ) -> tuple[Shard, StreamedLayers]:
-    """Load a shard, `count` of its layers into host memory, or with `stored` so that they come from
-    files. The device never holds more than is to stay there and a few layers. Raises ConfigError
-    for layers that are trained, or are not in the files as they are used."""
+    """Load a shard with `count` of its layers in host memory, or with `stored` in files. The device
+    never holds more than the part that stays there and a few layers. Raises ConfigError for layers
+    that are trained, or that the files hold otherwise than they are used."""
     chosen = spread(count, rng.start, rng.end)
     blocks, read, trained = dict(kept.blocks), dict(kept.fingerprint), dict[str, Tensor]()
     hosts: dict[int, HostLayer] = {}
@@ -61,7 +61,7 @@ def load_streamed(
         here = range(part.start, part.end)
         there = {k: kept.blocks[k] for k in here if k in kept.blocks}
         shard = load(part, ReusableModules(there, {}, kept.fingerprint))
-        # The adapter is attached while the layer is here: some begin with what they find in it.
+        # The adapter is attached while the layer is here: some begin from the layer's weights.
         trained |= {name: p.detach().clone() for name, p in trainable_parameters(shard)}
         modules = shard.dissolve()
         if absent := [k for k in here if k not in modules.blocks]:
@@ -89,9 +89,9 @@ def load_streamed(
 
 
 class HostLayer:
-    """The frozen tensors of a block, in host memory or in files; `place_in` makes them views of a
-    slot. Raises ConfigError where a file has another tensor than the block, the model's
-    `index`th."""
+    """The frozen tensors of `block`, the model's `index`th, in host memory or in files. `place_in`
+    makes them views of a slot. Raises ConfigError where a file has another tensor than the block.
+    """
 
     def __init__(
         self, device: Device, block: nn.Module, index: int = 0, stored: Stored | None = None
@@ -122,7 +122,7 @@ class HostLayer:
             setattr(holder, name, _view(slot, offset, form))
 
     def copies_to(self, slot: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(target, source) of all its bytes."""
+        """Pairs (target, source) that copy all bytes of the layer into a slot."""
         return [(slot[begin : begin + len(part)], part) for begin, part in self._parts]
 
 
@@ -134,7 +134,7 @@ class StreamedLayers(Visitors):
     def __init__(
         self, device: Device, hosts: dict[int, HostLayer], *, is_last: bool, in_turn: int = SLOTS
     ) -> None:
-        """`in_turn` are the slots that layers share."""
+        """`in_turn` is the number of slots that layers share."""
         super().__init__(device)
         self._is_last = is_last
         self._layers = [hosts[k] for k in sorted(hosts)]
@@ -161,7 +161,7 @@ class StreamedLayers(Visitors):
     def around(
         self, index: int, form: BlockForm, forward: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """For `Shard.accompany_blocks`."""
+        """Wrap the forward of a layer, for `Shard.accompany_blocks`."""
         if index not in self._position:
             return forward
         position = self._position[index]
@@ -171,7 +171,7 @@ class StreamedLayers(Visitors):
             output = forward(*args, **kwargs)
             if self._direction == BACKWARD:
                 return output  # computed again; its backward follows
-            # Hooks of a tensor run when whatever was made of it has been differentiated.
+            # A tensor's hook runs when all that was made of the tensor has been differentiated.
             entered, left = form.hidden(args, kwargs), form.take(output)
             if left.requires_grad:
                 left.register_hook(lambda _: self._begin_backward(position))
@@ -183,7 +183,7 @@ class StreamedLayers(Visitors):
         return visited
 
     def tell(self) -> None:
-        """Say in the log how much is where, and what to do where that is slow."""
+        """Log how much memory the layers take, and what to do where copies are slow."""
         in_files = any(layer.is_in_files for layer in self._layers)
         _log.info(
             "%s in %s: %s; %s of the device to visit",
@@ -204,7 +204,7 @@ class StreamedLayers(Visitors):
         self._direction, self._following = kind, following
 
     def end(self) -> None:
-        """Have the first layers of the next task on their way, where they are not yet."""
+        """Fetch the first layers of the next task, unless they are there or on their way."""
         order = range(self._in_turn)
         forward = self._following == FORWARD
         first = order[: self._shared] if forward else order[::-1][: self._shared]
@@ -213,7 +213,7 @@ class StreamedLayers(Visitors):
                 self._fetch(position)
 
     def dissolve(self, modules: ReusableModules) -> ReusableModules:
-        """End, once no copy is on its way; the modules without the streamed layers."""
+        """End once no copy is on its way. Returns the modules without the streamed layers."""
         settle(self._arriving.values())
         if self._feeder is not None:
             self._feeder.close()
@@ -225,33 +225,33 @@ class StreamedLayers(Visitors):
         self._use(position)
 
     def _use(self, position: int) -> None:
-        """Have what this thread queues from now on wait for a layer."""
+        """Make all work that this thread queues from now on wait for a layer."""
         slot = self._slot[position]
         if self._there.get(slot) != position:
             self.misses += 1
             self._fetch(position)
         if (delivery := self._arriving.pop(position, None)) is not None:
             asked = self._device.record_event()
-            del self._there[slot]  # a step that is done again must not find what has not come
+            del self._there[slot]  # a step done again must not find a layer that has not come
             began, there = ends_of(delivery)
             self._transfers += [(WEIGHTS, began, there), (AWAITED, asked, there)]
             self._device.order_behind(there)
             self._there[slot] = position
 
     def _done(self, position: int) -> None:
-        """All work with a layer in this direction is queued: its slot is for the next one."""
+        """Give a layer's slot to the next layer: all its work in this direction is queued."""
         if position >= self._in_turn or self._there.get(self._slot[position]) != position:
             return  # the model has left out a layer, and the next one is here already
         ahead = position + (self._shared if self._direction == FORWARD else -self._shared)
         if not 0 <= ahead < self._in_turn:
             turns = self._is_last and self._direction == FORWARD and torch.is_grad_enabled()
             if turns or self._following != self._direction:
-                return  # it is used next
+                return  # the same layer is used next
             ahead %= self._in_turn
         self._fetch(ahead)
 
     def _fetch(self, position: int) -> None:
-        """Queue a layer's way into its slot, behind all that is queued with what is there now."""
+        """Queue a layer's copy into its slot, after all queued work with the layer in it."""
         slot = self._slot[position]
         copies = self._layers[position].copies_to(self._slots[slot])
         queued = self._device.record_event()
@@ -265,8 +265,8 @@ class StreamedLayers(Visitors):
 
 
 def _frozen_tensors(block: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
-    """(holder, attribute, tensor) of all that a block keeps of frozen weights: with quantisation,
-    its statistics too. What is small (tables, buffers) or not in one piece stays on the device."""
+    """(holder, attribute, tensor) of each frozen weight of a block, and of its statistics where it
+    is quantised. Small tensors (tables, buffers) and non-contiguous ones stay on the device."""
     for module in block.modules():
         for parameter in module.parameters(recurse=False):
             if not parameter.is_contiguous() or not parameter.numel():
@@ -283,5 +283,5 @@ def _frozen_tensors(block: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
 
 
 def _view(memory: Tensor, offset: int, form: Tensor) -> Tensor:
-    # Not to share its version: to autograd a copy into the slot is no change of a weight.
+    # `.data` has a version of its own: to autograd a copy into the slot changes no weight.
     return memory[offset : offset + form.nbytes].view(form.dtype).view(form.shape).data

@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 
 
 class Visitors(Residence):
-    """Tensors of one kind of one stage. For its computing thread, and the one that runs its
-    backward meanwhile."""
+    """Visiting tensors of one kind and one stage. For the stage's computing thread, and for the
+    thread that runs its backward meanwhile."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -38,24 +38,24 @@ class Visitors(Residence):
     def _queue(
         self, kind: str, pairs: Sequence[tuple[Tensor, Tensor]], *after: DeviceEvent
     ) -> DeviceEvent:
-        """As `Device.queue_copies`; the end of the copies."""
+        """Do `Device.queue_copies`, and return the end of the copies."""
         began, ended = self._device.queue_copies(pairs, kind, *after)
         self._transfers.append((kind, began, ended))
         return ended
 
     def _let_go(self, most: int) -> None:
-        """Free the device's memory of all that leave but the last `most`."""
+        """Free the device memory of all leaving tensors except the last `most` entries."""
         while len(self._leaving) > most:
             tensors, left = self._leaving[0]
-            # What takes the memory next is queued on this thread's stream.
+            # The next user of the memory is queued on this thread's stream.
             self._device.order_behind(left)
             self._leaving.popleft()
             tensors.clear()
 
 
 class HostTensors:
-    """Host memory for tensors, in pieces of powers of two with room for several: each is in one
-    piece, and little is lost."""
+    """Host memory for tensors. Its pieces are powers of two with room for several tensors, so that
+    each tensor is in one piece and little is lost."""
 
     def __init__(self, device: Device) -> None:
         self.nbytes = self._plain_bytes = self._told_bytes = 0
@@ -63,7 +63,7 @@ class HostTensors:
         self._rests: list[Tensor] = []
 
     def take(self, nbytes: int) -> Tensor:
-        """As many bytes, for good."""
+        """Memory of `nbytes`, which is never given back."""
         length = -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         self.nbytes += length
         fitting = (k for k, rest in enumerate(self._rests) if len(rest) >= length)
@@ -80,7 +80,7 @@ class HostTensors:
         return rest[:nbytes]
 
     def tell(self, contents: str) -> None:
-        """Say how much it is, once it has grown to the double of what was said."""
+        """Log how much memory is taken, once it is more than twice the amount last logged."""
         if self.nbytes > 2 * self._told_bytes:
             self._told_bytes, plain = self.nbytes, self._plain_bytes
             slower = f", {size(plain)} of it not pinned, which is slower" if plain else ""
@@ -88,9 +88,8 @@ class HostTensors:
 
 
 def in_pieces(device: Device, nbytes: int) -> tuple[list[tuple[int, Tensor]], int]:
-    """Host memory for these bytes: (where each piece begins, piece), and the bytes that are not
-    pinned. In powers of two, as torch pins them anyway: one piece would be rounded up to the next
-    one."""
+    """Host memory of `nbytes`: pairs (offset, piece), and the number of bytes that are not pinned.
+    Pieces are powers of two, since torch would round one larger piece up to the next power."""
     pieces, begin = list[tuple[int, Tensor]](), 0
     while (left := nbytes - begin) > 0:
         piece = device.pinned(max(_LEAST_BYTES, 1 << (left.bit_length() - 1)))

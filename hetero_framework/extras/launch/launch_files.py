@@ -1,5 +1,5 @@
-"""The processes of a configuration for `hetero launch`, and what it writes for Slurm, Compose and
-SkyPilot, where each process has a machine of its own and sees no key but its own."""
+"""The processes of a configuration for `hetero launch`, and its files for Slurm, Compose, SkyPilot.
+There each process has a machine of its own and sees no key but its own."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _MARK = b"# Made by hetero launch, which replaces this directory as a whole. It 
 
 @dataclass(frozen=True, eq=False)
 class Launched:
-    """A process to start: its entry in the configuration, where ssh reaches its machine (None: it
-    is this one), the value of --resources, and the key files of its machine's processes."""
+    """A process to start: its entry in the configuration, where ssh reaches its machine (None: this
+    machine), the value of --resources, and the key files of its machine's processes."""
 
     id: str
     entry: Machine
@@ -44,13 +44,13 @@ class Launched:
 
     @property
     def name(self) -> str:
-        """For files, services and jobs."""
+        """The name of the process in files, services and jobs."""
         return process_name(self.id).replace(" ", "-")
 
     def words(
         self, given: Namespace, file: str, keys: str, imports: Iterable[str], *settings: str
     ) -> list[str]:
-        """The words behind `hetero` that start it, with the paths that these have there."""
+        """The words after `hetero` that start the process, with paths of its own machine."""
         is_coordinator = self.id == "local"
         words = ["train", "--role=coordinator"] if is_coordinator else ["worker"]
         words += [f"--worker-id={self.id}"] * (not is_coordinator) + [f"--config={file}"]
@@ -61,9 +61,9 @@ class Launched:
 
 
 def planned(config: Config, given: Namespace) -> list[Launched]:
-    """The coordinator, then the workers that it does not start: over ssh it starts those of its
-    own machine, otherwise each process gets a machine of its own. Makes missing keys. Raises
-    UserError for wrong options, IdentityError for keys that cannot be made here."""
+    """The coordinator, then the workers that it does not start itself. Over ssh it starts the
+    workers on its machine; otherwise each process gets a machine of its own. Makes missing keys.
+    Raises UserError for wrong options, IdentityError for keys that cannot be made here."""
     here = addresses.is_local_address(config.coordinator.ip)
     here = here and not any(text.startswith("local=") for text in given.hosts)
     machine = this_machine() if here else MachineNames(frozenset(), frozenset())
@@ -101,8 +101,8 @@ def _by_id(given: Sequence[str], known: Sequence[str]) -> dict[str, str]:
 
 
 def named_paths(config: Config) -> dict[str, dict[str, Path]]:
-    """By section, what strings of the configuration name on this machine: what is there, and all
-    that leads out of the configuration's folder. Without results, which a run writes."""
+    """Paths of this machine that strings of the configuration name, by section. These are paths
+    that exist, and all paths outside the configuration's folder."""
     base, found = config.base_dir.absolute(), dict[str, dict[str, Path]]()
     for section, content in config.to_dict().items():
         texts, left = list[str](), [content]
@@ -124,8 +124,8 @@ def named_paths(config: Config) -> dict[str, dict[str, Path]]:
 
 
 def _mounts(given: Namespace) -> dict[str, str]:
-    """Files that the configuration names outside its own folder, by their places in a container;
-    of one that is not there yet its folder. Raises UserError."""
+    """Files outside the configuration's folder that it names, by their places in a container. A
+    file that does not exist yet is replaced by a folder above it. Raises UserError."""
     base, mounts = Path(given.config).parent.resolve(), dict[str, str]()
     for text, path in (item for named in given.named.values() for item in named.items()):
         if path.exists() and path.resolve().is_relative_to(base):
@@ -149,8 +149,8 @@ def imported(given: Namespace, folder: str) -> dict[str, str]:
 
 
 def slurm(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
-    """A batch script: a heterogeneous job with a component for each process. Its nodes see the
-    files of the one where it is written."""
+    """A batch script: a heterogeneous job with a component for each process. Its nodes have to see
+    the files of the machine where it is written."""
     components, nodes, starts = [], [], []
     for k, process in enumerate(processes):
         needs = process.needs or "--gpus-per-node=1" * (process.entry.device != "cpu")
@@ -173,7 +173,7 @@ def slurm(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
 
 
 def compose(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
-    """Services of one machine. They see the configuration's folder, without keys and launches."""
+    """Services on one machine. They see the configuration's folder, but not keys and launches."""
     file, output = Path(given.config), Path(given.output)
     hidden = {output, *file.parent.glob(FOLDER), *(key.parent for key in processes[0].keys)}
     inside = sorted(p.relative_to(file.parent) for p in hidden if p.is_relative_to(file.parent))
@@ -205,8 +205,8 @@ def compose(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]
 
 
 def sky(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
-    """A task for each machine, and a script that launches them. Workers dial the coordinator, which
-    has no task where it is on this machine: the script ends with it."""
+    """A task for each machine, and a script that launches them. Workers dial the coordinator. A
+    coordinator on this machine has no task: the script ends by running it."""
     home, name, files = processes[0], Path(given.config).name, _keys(processes)
     if addresses.is_loopback(home.entry.ip):
         text = f"rented machines cannot dial coordinator.ip, {home.entry.ip}"
@@ -266,7 +266,7 @@ def _keys(processes: Sequence[Launched]) -> dict[str, bytes]:
 
 
 def _settings(processes: Sequence[Launched], address: Callable[[Launched], str]) -> list[str]:
-    """Where the processes are. Their machines show them one device, as the first."""
+    """Settings of where the processes are. Each process sees one device, as the first one."""
     found = []
     for process in processes:
         kind = process.entry.device.partition(":")[0]
@@ -282,7 +282,7 @@ def _yaml(content: dict[str, Any]) -> bytes:
 
 def write(folder: Path, files: Mapping[str, bytes], *, force: bool) -> None:
     """Make `folder` hold exactly these files, for this user alone, in one step. Raises UserError
-    where it holds others, unless `force`d, and where no launch has made it."""
+    where it holds other files, unless `force`, and where no launch has made it."""
     files, mark = {".gitignore": _MARK, **files}, folder / ".gitignore"
     is_ours = mark.is_file() and mark.read_bytes() == _MARK
     if folder.exists() and not is_ours:

@@ -1,7 +1,7 @@
 """`hetero launch --ssh`: starts a configuration's processes on their machines with the system's
 ssh, shows their lines, and ends them together.
 
-Each process has its life line through ssh: it ends when its ssh does, in any way.
+Each process has a life line through ssh: it ends when its ssh process ends in any way.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _REASONS = {
     _NO_ANSWER: "cannot be reached; ssh has to log in there without a question",
     127: "has no {}; --hetero PATH says where it is",
 }
-"""By exit code of ssh, and of a shell."""
+"""Why a machine cannot take part, by the exit code of ssh or of the shell there."""
 
 
 def run(given: Namespace, processes: Sequence[Launched]) -> int:
-    """Check all machines and copy their files, then start all processes and wait; the exit code of
-    the coordinator. Raises NetworkError that names the machines that cannot take part."""
+    """Check all machines and copy their files, then start all processes and wait. Returns the exit
+    code of the coordinator. Raises NetworkError with the machines that cannot take part."""
     remote = [process for process in processes if process.host is not None]
     running, stopped = set[subprocess.Popen[bytes]](), threading.Event()
 
@@ -58,7 +58,7 @@ def run(given: Namespace, processes: Sequence[Launched]) -> int:
 
     with signals_passed_to(stop), ThreadPoolExecutor(max(1, len(remote))) as pool:
         asked = [pool.submit(problem, process) for process in remote]
-        # A signal that comes just before a wait without an end is not handled until it has ended.
+        # A signal just before a wait without a timeout would be handled only after that wait.
         while wait(asked, timeouts.ANSWER_TICK_S).not_done:
             pass
     problems = [said for one in asked if (said := one.result()) is not None]
@@ -72,7 +72,7 @@ def run(given: Namespace, processes: Sequence[Launched]) -> int:
 
 
 def script(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
-    """The same as a shell script, which prints the commands of the processes."""
+    """`run` as a shell script, which prints the commands of the processes instead."""
     lines = ["#!/bin/sh", "# Checks the machines, copies their files, and prints what to start."]
     lines += ["set -eu"]
     for process in (process for process in processes if process.host is not None):
@@ -126,8 +126,8 @@ def _problem(
     running: set[subprocess.Popen[bytes]],
     stopped: threading.Event,
 ) -> str | None:
-    """Why a machine cannot take part, with what to do; None once it has its files. `running` has
-    the ssh that is waited for."""
+    """Why a machine cannot take part, with what to do; None once it has its files. `running` holds
+    the ssh process that is waited for."""
     where = f"{process_name(process.id)} ({process.host})"
     for number, (command, source) in enumerate(_preparations(given, process)):
         what = f"copying {source.name} failed" if number else "hetero --version failed"
@@ -158,7 +158,7 @@ def _problem(
 
 
 def _run(commands: dict[Launched, list[str]]) -> int:
-    """Run the commands, the coordinator's first, until that has ended or a second signal comes."""
+    """Run the commands, the coordinator's first, until it has ended or a second signal comes."""
     signals: list[str] = []
     children: dict[Launched, subprocess.Popen[bytes]] = {}
     printers: list[threading.Thread] = []

@@ -20,7 +20,7 @@ from hetero_framework.extras.mixtures.source_losses import SOURCES, SUMS, TOTAL
 
 @dataclass(frozen=True)
 class Mixture:
-    """The training examples and those held out, and of each the number of its source."""
+    """The training examples and the held-out examples, with the number of each one's source."""
 
     names: tuple[str, ...]
     train: Examples
@@ -29,12 +29,12 @@ class Mixture:
     held_out_sources: np.ndarray | None
     lines: list[str]
     numbers: np.ndarray | None = None
-    """Those of the training examples, each among the examples of its source."""
+    """The number of each training example among the examples of its source."""
 
     def mark(self, batch: MicroBatch, of_train: bool, rows: Sequence[Sequence[Any]]) -> None:
-        """Add to a micro-batch the source of each token, uint8 like input_ids. `rows` has the
-        (example, tokens) that each row of it holds one after another, of one row for all. Data of
-        data.eval are of no source."""
+        """Add the source of each token to a micro-batch, uint8 in the shape of input_ids. `rows`
+        has one list for each row of the micro-batch: (example, number of tokens), one after
+        another. Data of data.eval have no source."""
         sources = self.train_sources if of_train else self.held_out_sources
         if sources is None:
             return
@@ -47,23 +47,23 @@ class Mixture:
 
     @property
     def numbers_of_sources(self) -> list[set[int]]:
-        """Of each source the numbers of its training examples."""
+        """For each source, the numbers of its training examples."""
         assert self.numbers is not None
         sources = range(len(self.names))
         return [set(self.numbers[self.train_sources == k].tolist()) for k in sources]
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Of the losses of the sources."""
+        """Names of the losses by source."""
         return tuple(f"loss/{name}" for name in self.names)
 
     def losses(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """The mean loss of the tokens of each source in some micro-batches, from what the last
-        stage gave of each. Raises ProtocolError for what it does not make."""
+        """The mean loss of each source's tokens in some micro-batches, from the last stage's
+        tensors. Raises ProtocolError for tensors that a last stage does not make."""
         found = [tensors[SUMS] for tensors in named if SUMS in tensors]
         if any(sums.shape != TOTAL or sums.dtype != torch.float32 for sums in found):
             raise ProtocolError("the last stage gave no sums for the sources of the data")
-        if not found:  # of a model whose tokens have several labels
+        if not found:  # each token of the model has several labels
             return {}
         sums, counts = torch.stack(found).double().cpu().sum(0)[:, : len(self.names)].tolist()
         told = zip(self.metric_names, sums, counts, strict=True)
@@ -73,9 +73,9 @@ class Mixture:
 def mix(
     sets: Sequence[Examples], names: Sequence[str], data: DataConfig, each: int, seed: int
 ) -> Mixture:
-    """The mixture of some sets of examples, of `each` rows, as the settings have it. Those held out
-    are drawn from all examples, before sources are interleaved, so that none is in both. Raises
-    DataError where nothing is left to train on."""
+    """The mixture that the settings make of some sets, whose examples have `each` rows. Held-out
+    examples are drawn from all examples before sources are interleaved, so that none is in both
+    parts. Raises DataError where nothing is left to train on."""
     sizes = [len(examples) // each for examples in sets]
     sources = np.repeat(np.arange(len(sets), dtype=np.uint8), sizes)
     order, held_out = np.arange(len(sources)), np.arange(0)
@@ -97,7 +97,7 @@ def mix(
 
 
 def _parts(names: Sequence[str], sizes: Sequence[int], taken: np.ndarray) -> list[str]:
-    """Of each source its share, and how many of its examples that are."""
+    """For each source, its share of the order, and how many of its examples that is."""
     counts = np.bincount(taken, minlength=len(names)).tolist()
     return [
         f"{name} {count / len(taken):.1%} ({count:,} of {size:,})"
@@ -106,7 +106,7 @@ def _parts(names: Sequence[str], sizes: Sequence[int], taken: np.ndarray) -> lis
 
 
 def _split(count: int, size: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers to train on and those to hold out, as `Dataset.train_test_split`."""
+    """The numbers to train on and the numbers to hold out, by `Dataset.train_test_split`."""
     from datasets import Dataset
 
     numbers = Dataset.from_dict({"number": np.arange(count)})
@@ -120,7 +120,7 @@ def _split(count: int, size: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
 def _interleaved(
     numbers: Sequence[np.ndarray], names: Sequence[str], data: DataConfig, seed: int
 ) -> np.ndarray:
-    """In the order of `interleave_datasets`."""
+    """The numbers in the order of `interleave_datasets`."""
     from datasets import Dataset, interleave_datasets
 
     if empty := [name for name, found in zip(names, numbers, strict=True) if not len(found)]:

@@ -1,6 +1,6 @@
-"""On the last stage: the losses of the tokens of each source.
+"""Adds up the losses of the tokens of each source, on the last stage.
 
-Shapes: B rows of a micro-batch, S tokens, V vocabulary, T tokens that are looked at at once.
+Shapes: B rows of a micro-batch, S tokens, V vocabulary, T tokens of one part.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SourceLosses:
 
     @torch.no_grad()
     def look(self, logits_BSV: Tensor, labels_BS: Tensor) -> None:
-        """Take a part of a micro-batch; each row predicts its labels but the first."""
+        """Take a part of a micro-batch. A row predicts all its labels except the first."""
         if logits_BSV.shape[:-1] != labels_BS.shape:
             self._fits = False  # each token has several labels
             return

@@ -1,8 +1,8 @@
 """Stand-ins for parts of a multimodal model whose package this machine does not have.
 
 transformers builds the parts of a composite model by the types of their configurations, and accepts
-other classes for them. Where a part needs a missing package (timm for Gemma 3n's vision tower), one
-without weights is registered for it. Text alone does not call it.
+other classes for them. Where a part needs a missing package (timm for Gemma 3n's vision tower), a
+class without weights is registered for it. Text alone does not call this class.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hetero_framework.models.library import briefly
 
 
 class Placed(nn.Module):
-    """A module without weights that yet is on a device and has a number type, as models ask."""
+    """A module without weights that has a device and a number type, for which models ask."""
 
     def place(self, dtype: torch.dtype) -> None:
-        """To be called when it is made."""
+        """Give the module its type; to be called by its constructor."""
         self.register_buffer("_place", torch.empty(0, dtype=dtype), persistent=False)
 
     @property
@@ -34,7 +34,7 @@ class Placed(nn.Module):
 
 
 class AbsentPart(Placed, PreTrainedModel):
-    """Stands for such a part; `why` is its own class's error. Calling it raises ImportError."""
+    """Stands for a part without its package. A call raises ImportError with `why`, its error."""
 
     why = ""
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
@@ -50,7 +50,7 @@ class AbsentPart(Placed, PreTrainedModel):
 
 def stand_in(config: PretrainedConfig) -> bool:
     """Register an `AbsentPart`, in this process, for each part of a composite configuration whose
-    own class needs a package that is absent. Returns whether there was one."""
+    own class needs a package that is absent. Returns whether there was such a part."""
     registered = False
     for name in config.sub_configs:
         part = getattr(config, name, None)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class NonTextWeights:
-    """The tensors of the towers in a checkpoint, under their names in a checkpoint of the model's
-    class, and the settings of its processor. Raises ModelError unless all are there."""
+    """The tensors of the towers in a checkpoint, under the names that the model's class saves, and
+    the settings of its processor. Raises ModelError unless all tensors are there."""
 
     def __init__(self, config: PretrainedConfig, checkpoint: Checkpoint) -> None:
         self._checkpoint, self._dtype = checkpoint, config_dtype(config)
@@ -43,7 +43,7 @@ class NonTextWeights:
             )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(key, tensor) one at a time, as the file holds it."""
+        """Pairs (key, tensor), one at a time, with each tensor as the file holds it."""
         for key, source in sorted(self._sources.items()):
             with self._checkpoint.slices(source.__eq__, self._dtype) as slices:
                 tensor = slices[source][...]
@@ -58,15 +58,15 @@ class NonTextWeights:
             yield key, tensor
 
     def copy_processor(self, folder: Path) -> None:
-        """As `copy_processor`."""
+        """Copy the settings of the processor into `folder`."""
         copy_processor(self._checkpoint.source, self._checkpoint.revision, folder)
 
 
 def non_text_weights(
     model: ModelConfig, base_dir: Path, config: PretrainedConfig
 ) -> NonTextWeights:
-    """Those of the model in the `model` section. Raises ModelError as `NonTextWeights`, and for
-    random weights, beside which there are none."""
+    """The non-text weights of the model in the `model` section. Raises ModelError as
+    `NonTextWeights`, and for a model with random weights, which has none to copy."""
     if model.name_or_path is None:
         raise ModelError(
             f"text alone does not train {', '.join(towers(config))}, and model.from_config gives"
@@ -80,9 +80,9 @@ def non_text_weights(
 def _placed(
     model: Any, gone: tuple[str, ...], checkpoint: Checkpoint
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str], list[str]]:
-    """By key of a checkpoint of the class: shapes, and the keys in `checkpoint`; and what is
-    absent. The stand-in for a part that this machine cannot build has no names and shapes: its
-    tensors keep those of the file."""
+    """The shapes and the keys in `checkpoint`, both by the keys that the class saves, and the
+    missing names. The stand-in for a part that this machine cannot build has no names and shapes:
+    its tensors keep the file's."""
     absent = [name for name, part in model.named_modules() if isinstance(part, AbsentPart)]
     left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
     state = {

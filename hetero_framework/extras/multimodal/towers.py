@@ -2,8 +2,8 @@
 
 A multimodal class holds more than its language model: vision and audio encoders, projections of
 their output, speech decoders. One forward of a tiny copy over token ids alone shows which weights
-text uses; the modules without one are taken out after construction. The rest is still the original
-class, with its forward, its names and its checkpoint. Nothing here knows an architecture.
+text uses. Modules without such a weight are taken out after construction. The rest is still the
+original class, with its forward, its names and its checkpoint. Nothing here knows an architecture.
 
 A *tower* is such a module, or a parameter beside modules that are used.
 """
@@ -34,7 +34,7 @@ _found: dict[str, tuple[str, ...]] = {}  # by the tiny configurations that this 
 
 
 def find_towers(cls: type[PreTrainedModel], config: PretrainedConfig) -> tuple[str, ...]:
-    """Modules of the stock model of that class that a forward over text does not use. Raises
+    """The towers of a stock model of `cls`, which a forward over text does not use. Raises
     ArchitectureError where no tiny copy runs on text alone."""
     try:
         tiny = shrink(config)
@@ -48,7 +48,7 @@ def find_towers(cls: type[PreTrainedModel], config: PretrainedConfig) -> tuple[s
 
 
 def _tiny_model(cls: Any, tiny: PretrainedConfig) -> PreTrainedModel:
-    """Raises ArchitectureError where the library cannot build it."""
+    """A tiny model of the class. Raises ArchitectureError where the library cannot build it."""
     try:
         try:
             model: PreTrainedModel = cls._from_config(tiny)
@@ -97,7 +97,7 @@ def _unused_in(
 
 
 class _Tower(Placed):
-    """Stands for a tower. What models read of it stays: its plain attributes, and where it is."""
+    """Stands for a tower, with what models read of it: its plain attributes, device and type."""
 
     def __init__(self, tower: nn.Module) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class _Tower(Placed):
 
 
 def without(cls: type[PreTrainedModel], gone: tuple[str, ...]) -> type[PreTrainedModel]:
-    """The class whose models have lost the towers `gone` after construction."""
+    """A subclass whose models lose the towers `gone` after construction."""
 
     def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, config, *args, **kwargs)

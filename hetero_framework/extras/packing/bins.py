@@ -21,8 +21,8 @@ row."""
 
 
 def parts_of(lengths: np.ndarray, most: int, strategy: str) -> Parts:
-    """The parts of rows of at most `most` tokens, for examples of these lengths. Of an example
-    longer than `most` "bfd" takes the first tokens only."""
+    """The parts of rows of at most `most` tokens, for examples of these lengths. "bfd" takes only
+    the first `most` tokens of a longer example."""
     found: list[tuple[int, int, int, int]] = []
     for first in range(0, len(lengths), _TOGETHER):
         group = np.asarray(lengths[first : first + _TOGETHER], np.int64)
@@ -69,7 +69,7 @@ def _best_fit(lengths: np.ndarray, most: int, *, splits: bool) -> list[list[tupl
 
 
 def _descending(sizes: list[int]) -> Any:
-    """The numbers of parts, the largest first, and equals as Arrow's sort leaves them."""
+    """The numbers of the parts, the largest first. Equal parts have the order of Arrow's sort."""
     import pyarrow
     import pyarrow.compute
 

@@ -17,7 +17,7 @@ from hetero_framework.extras.packing.bins import Parts, parts_of
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows that are put together of parts of examples."""
+    """Rows that are put together from parts of examples."""
 
     examples: Examples
     found: Parts
@@ -34,7 +34,7 @@ class PackedRows:
             yield ids[begin:end], labels[begin:end]
 
     def parts(self, index: int) -> list[tuple[int, int]]:
-        """Example and tokens of each part of a row."""
+        """The example and the number of tokens of each part of a row."""
         found = self.found[self.ends[index] : self.ends[index + 1]].tolist()
         return [(example, end - begin) for _, example, begin, end in found]
 
@@ -59,8 +59,8 @@ class PackedRows:
         return int(self.lengths.max(initial=0))
 
     def labels(self, wraps: bool) -> np.ndarray:
-        """Labels of each part that are predicted: not the first token of a part, or of a row whose
-        examples see each other (`wraps`)."""
+        """The number of labels in each part that are predicted: all but the first of a part, or, if
+        a row's examples see each other (`wraps`), all but the first of a row."""
         trained, begins = self.examples.trained, self.examples.offsets[self.found[:, 1]]
         sums = np.concatenate([[0], np.cumsum(trained)])
         firsts, ends = begins + self.found[:, 2], begins + self.found[:, 3]
@@ -79,7 +79,7 @@ class PackedRows:
 
 
 def pack(name: str, examples: Examples, data: DataConfig) -> tuple[PackedRows, list[str]]:
-    """Rows of the examples of a set, and lines on them. Raises DataError where none has a label."""
+    """The rows of a set's examples, and lines for the log. Raises DataError if none has a label."""
     assert data.max_length is not None
     found = parts_of(examples.lengths, data.max_length, data.packing_strategy)
     starts = np.flatnonzero(np.diff(found[:, 0], prepend=-1))
