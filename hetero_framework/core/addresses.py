@@ -82,8 +82,8 @@ def addresses_for_others() -> list[str]:
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Whether a program on this machine could listen on host:port now. It listens there itself for
-    a moment, which may keep a program that starts just then from the port."""
+    """Whether a program on this machine could listen on host:port now. This listens there for a
+    moment, which may keep a program that starts just then from the port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         if sys.platform != "win32":  # there SO_REUSEADDR would let two programs have the port

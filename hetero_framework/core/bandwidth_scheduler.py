@@ -1,10 +1,10 @@
 """Serialises large frames per direction of the network interface. No sockets.
 
-Two frames that share an interface are both late, and TCP divides it unevenly. So a large frame asks
-its receiver for a turn, and goes when it fits beside the frames under way at both interfaces. A
-receiver at which only one link brings large frames need not be asked. The rate of an interface is
-learned from the frames. A frame that leaves room, because its other end is slow, lets the next go
-beside it.
+Two frames that share an interface are both late, and TCP divides the interface unevenly. So a large
+frame asks its receiver for a turn, and goes when it fits beside the frames under way at both
+interfaces. A receiver to which only one link brings large frames need not be asked. The rate of an
+interface is learned from the frames. A frame that leaves room, because its other end is slow, lets
+the next frame go beside it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hetero_framework.core.planned_order import Lane, OrderTimeout, PlannedOrder
 _FILLS = 0.6
 """A frame with this share of the interface's rate leaves no room."""
 _FULL = 0.8
-"""Below this share of its rate the interface was not full: a frame was slow because of its other
-end. In a full one it may be slow because of the others."""
+"""Below this share of its rate the interface was not full, so a slow frame was slow because of its
+other end. On a full interface other frames may be the reason."""
 _AHEAD_BYTES = 384 * 1024
 _AHEAD_S = 0.010
-"""With this much of a frame left, in bytes or time, the next one may go: word of it waits behind a
-piece and the system's buffers. More would meet in a switch, which may drop some of it."""
+"""With this much of a frame left, in bytes and time, the next frame is let go: word of that waits
+behind a piece and the system's buffers. More would meet in a switch, which may drop some of it."""
 _PROBE = 256
 """Every 256th frame that would have to wait goes beside the others: together they show whether the
 interface has become faster than is known. Every 16th made steps 3 to 5 % longer."""
@@ -55,9 +55,9 @@ class BandwidthScheduler:
 class Direction:
     """One direction of the interface. Thread-safe; `clock` is in seconds.
 
-    When there is room again, the waiting frame that is next in the planned order is let go, or else
-    that of the link that went longest ago. With `reserves` it has its turn from then on; without,
-    all that wait are told and begin again.
+    When there is room again, the waiting frame that is next in the planned order is let go; outside
+    of the plan, the frame of the link that went longest ago. With `reserves` that frame has its
+    turn from then on; without, all waiting links are told and ask again.
     """
 
     def __init__(self, reserves: bool, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -67,7 +67,7 @@ class Direction:
         self._known: list[LinkSlot] = []  # those that have had a frame
         self._going: list[LinkSlot] = []
         self._waiting: list[LinkSlot] = []
-        self._moved = 0  # bytes of all
+        self._moved = 0  # bytes of all frames
         self._rates: deque[float] = deque(maxlen=_RATES)
         self._turn = self._waits = 0
         self._order, self._order_timeout = PlannedOrder(), OrderTimeout(0.0, clock)
@@ -75,7 +75,7 @@ class Direction:
 
     @property
     def order_timeout_s(self) -> float:
-        """How long a frame waits for the one whose turn it is, though there is room."""
+        """Seconds that a frame waits, although there is room, for the frame whose turn it is."""
         return self._order_timeout.seconds
 
     def plan(self, attempt: int, lanes: Iterable[Lane], order_timeout_s: float) -> None:
@@ -90,20 +90,20 @@ class Direction:
         _let_go(following)
 
     def slot(self, go: Callable[[], None], on_alone: Callable[[], None] = lambda: None) -> LinkSlot:
-        """The slot of one link. Called without a lock: `go` when there is room for its frame that
-        waits, `on_alone` when `is_alone` has changed because of another link."""
+        """A slot for one link. Calls `go` when there is room for the link's waiting frame, and
+        `on_alone` when `is_alone` has changed because of another link; both without a lock."""
         return LinkSlot(self, go, on_alone)
 
     @property
     def _rate(self) -> float:
-        """Bytes per second, the most of the last frames."""
+        """The interface's rate in bytes per second: the highest of the last frames."""
         return max(self._rates, default=0.0)
 
     def _has_room(self) -> bool:
         return not any(slot._fills for slot in self._going)
 
     def _left_s(self, lane: Lane | None) -> float:
-        """How long a frame has to wait for another one's turn."""
+        """Seconds that the lane's next frame has to wait for another frame's turn."""
         return self._order_timeout.left_s(self._order, lane) if lane is not None else 0.0
 
     def _place(self, slot: LinkSlot) -> tuple[float, int]:
@@ -133,15 +133,15 @@ class LinkSlot:
         self._direction = direction
         self._go = go
         self._on_alone = on_alone
-        self._turn = 0  # when it began last
+        self._turn = 0  # Direction._turn when the last frame began
         self._fills = self._insists = False
         self._lane: Lane | None = None  # of the frame that waits
         self._frame_rates: deque[float] = deque(maxlen=_FRAMES)
-        self._filled: deque[bool] = deque(maxlen=_FRAMES)  # of the frames of which that is known
+        self._filled: deque[bool] = deque(maxlen=_FRAMES)  # whether a frame filled it, if known
         self.rate = 0.0  # bytes/s of the last frame; 0 if it was too quick to say
-        self.was_alone = False  # whether it had the interface for itself
+        self.was_alone = False  # whether that frame had the interface for itself
         self._left = self._mine = 0
-        self._since: tuple[float, int] | None = None  # when it began to be measured, bytes of all
+        self._since: tuple[float, int] | None = None  # time and all bytes as measuring began
 
     def lasts_s(self, nbytes: int) -> float:
         """Expected seconds for a frame of `nbytes`; 0 when nothing is known."""
@@ -151,12 +151,12 @@ class LinkSlot:
     def begin(
         self, nbytes: int, lane: Lane | None = None, *, waits: bool = True, insists: bool = False
     ) -> bool:
-        """Whether a frame may go now. If not, it waits for `go`, or `end`, or asks again after
-        `left_s`.
+        """Whether a frame may go now. If not, the frame waits for `go`, or `end`, or asks again
+        after `left_s`.
 
         Args:
             waits: without it the frame goes even if there is no room.
-            insists: the frame waits for room, but for no other turn.
+            insists: the frame waits for room, but not for another frame's turn.
         """
         direction = self._direction
         with direction._lock:
@@ -210,7 +210,7 @@ class LinkSlot:
         return not self._insists and self._direction._left_s(self._lane) > 0
 
     def left_s(self) -> float:
-        """How long the frame that waits has to wait for another one's turn, if there is room."""
+        """Seconds that the waiting frame waits for another frame's turn; infinite without room."""
         direction = self._direction
         with direction._lock:
             return direction._left_s(self._lane) if direction._has_room() else math.inf
@@ -221,7 +221,7 @@ class LinkSlot:
             return self._direction._order.place(lane)
 
     def went(self, lane: Lane, attempt: int, micro_batch: int) -> None:
-        """A frame, large or small, has begun."""
+        """Record that a lane's frame, large or small, has begun."""
         direction = self._direction
         with direction._lock:
             direction._went[lane] = attempt, micro_batch
@@ -238,7 +238,7 @@ class LinkSlot:
         direction._going.append(self)
 
     def moved(self, nbytes: int) -> None:
-        """`nbytes` of the frame have passed."""
+        """Record that `nbytes` of the frame have passed."""
         direction = self._direction
         with direction._lock:
             direction._moved += nbytes
@@ -257,7 +257,7 @@ class LinkSlot:
         return min(_AHEAD_BYTES, max(self._frame_rates, default=math.inf) * _AHEAD_S)
 
     def end(self) -> None:
-        """The frame has passed, or does not come."""
+        """Record that the frame has passed, or does not come."""
         direction = self._direction
         with direction._lock:
             if self in direction._waiting:

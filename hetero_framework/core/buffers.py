@@ -13,8 +13,8 @@ from collections.abc import Callable
 DEFAULT_POOL_BYTES = 256 * 1024 * 1024
 _SMALLEST = 4096
 MAX_PINNED_BYTES = 64 * 1024 * 1024
-"""torch never gives pinned memory back: one part of a large state would lock gigabytes for good. A
-copy of this size from plain memory costs little beside it."""
+"""Largest buffer that is pinned. torch never gives pinned memory back: one part of a large state
+would lock gigabytes for good. Copying a larger one from plain memory costs little beside it."""
 
 
 def size_class(nbytes: int) -> int:
@@ -26,7 +26,7 @@ def size_class(nbytes: int) -> int:
 
 
 def pinned_size_class(nbytes: int) -> int:
-    """The same for memory pinned up to MAX_PINNED_BYTES: the sizes that torch allocates anyway."""
+    """The size class of memory pinned up to MAX_PINNED_BYTES: powers of 2, as torch allocates."""
     if nbytes > MAX_PINNED_BYTES:
         return size_class(nbytes)
     return 1 << (max(nbytes, _SMALLEST) - 1).bit_length()
@@ -39,8 +39,8 @@ def allocate_bytes(nbytes: int) -> memoryview:
 class BufferPool:
     """Free buffers by size class, at most `max_bytes` of them together (None: all). Thread-safe.
 
-    `allocate` makes a new one, of `rounding(nbytes)` bytes. One that is never given back is freed
-    when its last user forgets it.
+    `allocate` makes a new buffer of `rounding(nbytes)` bytes. A buffer that is never given back is
+    freed when its last user forgets it.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> tuple[memoryview, Callable[[], None]]:
-        """A writable view of exactly `nbytes`; the function gives it back, at most once."""
+        """A writable view of exactly `nbytes`, and the function to give it back, at most once."""
         size = self._rounding(nbytes)
         with self._lock:
             buffers = self._free.get(size)

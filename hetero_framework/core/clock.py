@@ -14,8 +14,8 @@ _SAMPLES = 16
 
 @dataclass(frozen=True)
 class Clock:
-    """Measured by the ping with the shortest round trip of the last 16; None before an answer.
-    `offset_s` is the peer's time.perf_counter() minus ours, wrong by at most half the round
+    """The peer's clock, from the ping with the shortest round trip of the last 16; None before an
+    answer. `offset_s` is the peer's time.perf_counter() minus ours, wrong by at most half the round
     trip."""
 
     round_trip_s: float | None = None
@@ -36,7 +36,7 @@ class Pings:
         return Heartbeat(ping=now)
 
     def answered(self, ping: float | None, at: float | None) -> None:
-        """The answer to `ping` has come, sent when the peer's clock showed `at`."""
+        """Take the answer to `ping`, which the peer sent when its clock showed `at`."""
         now = time.perf_counter()
         if ping is None or ping not in self._sent or at is None or not math.isfinite(at):
             return

@@ -1,10 +1,10 @@
 """Codecs write a boundary tensor in fewer bytes. Pure torch, on any device.
 
-`CODECS` has all of them by the names of the configuration's `wire` section; those that change a
-tensor are an extra. A codec turns a tensor
-into parts (contiguous tensors on the same device) and back; their types and shapes follow from the
-tensor's alone. The same input gives the same bits in any process and with any number of threads,
-since IEEE 754 rounds all operations used exactly.
+`CODECS` has all codecs by the names of the configuration's `wire` section; those that change a
+tensor are in an extra. A codec turns a tensor into parts (contiguous tensors on the same device)
+and back. The types and shapes of the parts depend on those of the tensor alone. The same input
+gives the same bits in any process and with any number of threads, since IEEE 754 defines the result
+of every operation used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Codec(ABC):
         return sum(kind.itemsize * math.prod(size) for kind, size in self.layout(shape, dtype))
 
     def encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The parts, as `layout` says; they may share its memory. ConfigError for another dtype."""
+        """The parts, as `layout` says; they may share memory. ConfigError for another dtype."""
         support = self.supports(tensor.dtype)
         if not support:
             raise ConfigError(f"codec {self.name}: {support.reason}")
@@ -61,7 +61,7 @@ class Codec(ABC):
         shape: Sequence[int],
         dtype: torch.dtype,
     ) -> None:
-        """Raise ProtocolError unless parts of these types and shapes are those of such a tensor."""
+        """Raise ProtocolError unless `parts` is the `layout` of a tensor of `shape` and `dtype`."""
         layout, expected = tuple(parts), self.layout(shape, dtype)
         if layout != expected or any(size < 0 for size in shape):
             raise ProtocolError(
@@ -100,7 +100,7 @@ class Unchanged(Codec):
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """Its name without "torch."."""
+    """The name of a dtype without "torch." in front."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -111,7 +111,7 @@ def _text(layout: Layout) -> str:
 
 
 class _Codecs(Mapping[str, Codec]):
-    """The registry's. Raises ConfigError for one whose extra this installation lacks."""
+    """The codecs of the registry. Raises ConfigError for a codec whose extra is not installed."""
 
     def __getitem__(self, name: str) -> Codec:
         codec: Codec = registry.find("codecs", name)

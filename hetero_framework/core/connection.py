@@ -10,13 +10,13 @@ The sequence when a link breaks:
 2. `lost(connection, reason)` is called once, in the reader thread, after the last message. Callers
    that wait in `ask` get the reason. A frame that was being relayed from here becomes void.
 3. Worker (`_on_lost`): stages and attempt stay as they are until the coordinator sends more, for
-   `rejoin_wait_s`. A lost link between workers is reported with PEER_LOST.
-4. Coordinator: `WorkerLinks.receive` raises LinkLost in the training thread; DirectLost for a link
-   between workers. Out of memory in a reader, or a fault of a worker, ends the run.
-5. `Recovery.retrying` mends it: `recover` dials again with the next epoch; the worker refuses a
-   HELLO of an older one. COMMIT is sent again where it was not confirmed.
+   at most `rejoin_wait_s`. A lost link between workers is reported with PEER_LOST.
+4. Coordinator: `WorkerLinks.receive` raises LinkLost in the training thread, or DirectLost for a
+   link between workers. Out of memory in a reader, or a fault of a worker, ends the run.
+5. `Recovery.retrying` mends the link: `recover` dials again with the next epoch, and the worker
+   refuses a HELLO of an older epoch. COMMIT is sent again where it was not confirmed.
 6. The attempt is aborted everywhere (ABORT, ABORTED), and the step is done again with the next
-   attempt's number. Frames of the old one are dropped.
+   attempt's number. Frames of the old attempt are dropped.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Connection:
 
     `received(connection, message)` is called in the reader thread for every message that is legal
     and not awaited in `ask`; its exception ends the connection and is reported to the peer.
-    `lost(connection, reason)` is called once, as the last thing; None after `close`.
+    `lost(connection, reason)` is called once, at the very end; the reason is None after `close`.
     `awaited(connection, frame)` is called before the tensor bytes of a legal message are received;
     its exception has the same effect. `carrier(connection, message)` may name the link that carries
-    a frame on (`Link.route`). `role` is this side's; None on the accepting side, where the peer's
-    greeting decides it. `options` are those of `Link`.
+    a frame on (`Link.route`). `role` is this side's role; None on the accepting side, where the
+    peer's greeting decides the role. `options` are those of `Link`.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Connection:
         self.fault: ProtocolError | None = None
         """The protocol error of a known peer; a new link would not mend it."""
         self.waiting = Waiting()
-        """Messages handed to `received` that its thread has not looked at."""
+        """Messages that were handed to `received` and are not handled yet."""
         self._session = None if role is None else Session(role)
         self._received = received
         self._lost = lost
@@ -144,9 +144,9 @@ class Connection:
         *,
         then: Message | None = None,
     ) -> Message | None:
-        """Send a greeting or a CONTROL request, and `then` right behind it; the answer, which the
-        caller releases, or None when there is none in time or `stop` is set. Raises the peer's
-        fault, else the reason of the link's end."""
+        """Send a greeting or a CONTROL request, and `then` right behind it. Returns the answer,
+        which the caller releases, or None when no answer comes in time or `stop` is set. Raises the
+        peer's fault, else the reason of the link's end."""
         answers: queue.SimpleQueue[Message | HeteroError] = queue.SimpleQueue()
         with self._lock:
             self._asking = answers
@@ -169,7 +169,7 @@ class Connection:
                 self._asking = None
 
     def refuse(self, code: m.RejectCode, message: str, hint: str | None = None) -> None:
-        """Say why this peer is not wanted, and close; does not wait for that."""
+        """Tell this peer why it is not wanted, and close, without waiting for either."""
         with suppress(HeteroError):
             self.link.send(Message(m.Reject(code, message, hint)))
         self.link.end()
@@ -210,7 +210,7 @@ class Connection:
             with suppress(HeteroError):
                 told = m.Error("ProtocolError", error.message, error.hint)
                 self.link.send(Message(told), written.set)
-                # The link fails next, and drops what a busy writer has not come to.
+                # The link fails next, and drops what a busy writer has not written.
                 written.wait(timeouts.LAST_WORD_S)
 
     def _is_answer(self, message: Message) -> bool:
@@ -220,7 +220,7 @@ class Connection:
         return (answers_control or type(body) in ANSWERS) and self._tell_asking(message)
 
     def _tell_asking(self, answer: Message | HeteroError) -> bool:
-        """Whether a call of `ask` was waiting."""
+        """Give an answer to the call of `ask` that waits; whether one was waiting."""
         with self._lock:
             asking, self._asking = self._asking, None
         if asking is not None:

@@ -1,4 +1,4 @@
-"""Device Abstraction Layer: one class for every accelerator that torch has, one for the CPU.
+"""Device Abstraction Layer: the CPU and every accelerator of torch behind one class.
 
 The rest of the package never looks at torch's device namespaces itself. Names are "cpu", "cuda:0",
 "rocm:0" (on a ROCm build of torch "cuda:0" is accepted, too), "mps", "xpu:0", torch's name of an
@@ -56,7 +56,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Support:
-    """Whether something works on a device, and why; `emulated`: it is not ok, only far slower."""
+    """Whether something works on a device, and why. `emulated`: not ok, as it is far slower."""
 
     ok: bool
     reason: str
@@ -67,8 +67,8 @@ class Support:
 
 
 class DeviceEvent:
-    """A point in a device's work, behind all that the recording thread had given it. May be asked
-    from any thread. This class is the CPU's: every call is done at once."""
+    """A point in a device's work, behind all that the recording thread had queued there. Any thread
+    may ask it. This class is the CPU's: every call is done at once."""
 
     def __init__(self) -> None:
         self.made_s = time.perf_counter()
@@ -90,16 +90,16 @@ HostTensor = tuple[torch.Tensor, Callable[[], None]]
 
 
 class Device:
-    """One device of this machine: the CPU, and the defaults of all others."""
+    """One device of this machine. This class is the CPU, and has the defaults of all others."""
 
     kind = "cpu"
 
     is_async = False
     """Whether a call returns before the device has done the work."""
     one_thread = False
-    """Whether only the computing thread may copy to it: `copy_in` is for that thread then."""
+    """Whether only the computing thread may copy to the device and call `copy_in`."""
     one_memory = True
-    """Whether its memory is the machine's own: nothing is gained by keeping tensors elsewhere."""
+    """Whether the device's memory is the machine's own: host memory is then no other place."""
     _native: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
     _other_dtypes = "is not a training type"
 
@@ -120,13 +120,13 @@ class Device:
         return _cpu_label()
 
     def memory(self) -> Memory:
-        """On the CPU "free" is what a new process can have without swap."""
+        """Total and free bytes. On the CPU "free" is what a new process can have without swap."""
         memory = psutil.virtual_memory()
         return Memory(memory.total, memory.available)
 
     @property
     def host_free(self) -> int | None:
-        """Free bytes of host memory; None where that is the device's own."""
+        """Free bytes of host memory; None where the device has no memory of its own."""
         return None if self.one_memory else Device.memory(self).free
 
     def supports(self, dtype: torch.dtype) -> Support:
@@ -140,14 +140,14 @@ class Device:
         return Support(False, f"{dtype} {self._other_dtypes}")
 
     def _half(self) -> Support:
-        """Whether it has bfloat16, and float16 where that is not among the native ones."""
+        """Whether the device has bfloat16, and float16 where `_native` does not list it."""
         return Support(True, "works on every CPU; fast only where the CPU has instructions")
 
     def check(self) -> None:
-        """Raise DeviceError, with the build to install, where this torch has no kernels for it."""
+        """Raise DeviceError, with the build to install, where torch has no kernels for it."""
 
     def features(self) -> dict[str, Support]:
-        """What it offers for transfers and measurements, tried out; empty for a CPU."""
+        """Abilities of the device for transfers and measurements, tried out; empty for a CPU."""
         return {}
 
     def four_bit(self) -> Support:
@@ -156,7 +156,7 @@ class Device:
 
     @property
     def no_four_bit(self) -> str | None:
-        """Why it has no 4 bits; None where it has."""
+        """Why the device has no 4 bits; None where it has them."""
         support = self.four_bit()
         return None if support else support.reason
 
@@ -196,7 +196,7 @@ class Device:
         return memoryview(bytearray(nbytes))
 
     def allocate_pinned(self, nbytes: int) -> memoryview:
-        """The same of any size, for memory that is used in every step."""
+        """As `allocate_host`, but pinned at any size, for memory that is used in every step."""
         return memoryview(self.host_bytes(nbytes).numpy().data)  # the view keeps the tensor alive
 
     def pinned(self, nbytes: int) -> torch.Tensor | None:
@@ -215,8 +215,8 @@ class Device:
     def queue_copies(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: str, *after: DeviceEvent
     ) -> tuple[DeviceEvent, DeviceEvent]:
-        """Copy the second tensor of each pair into the first, in the order of the copies of this
-        `stream`, once the events `after` are reached. Returns their beginning and their end. Waits
+        """Queue copies of the second tensor of each pair into the first, on `stream`, behind its
+        earlier copies and the events `after`. Returns the events of their beginning and end. Waits
         for nothing, unless host memory among them is not pinned. Neither tensor of a pair may be
         freed, or changed by other work, before the end."""
         began = DeviceEvent()
@@ -228,13 +228,13 @@ class Device:
         """Have this thread's later work for the device wait for an event; the thread does not."""
 
     def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
-        """The point that this thread's work for the device has come to. Does not wait. `tensors`
-        are those that `copy_out` will be asked for with this event: a device whose copies queue up
-        behind its computing begins to copy them here."""
+        """The point behind all work that this thread has queued on the device. Does not wait.
+        `tensors` are those that `copy_out` will be asked for with this event: a device whose copies
+        queue up behind its computing begins to copy them here."""
         return DeviceEvent()
 
     def seconds(self, begin: DeviceEvent, end: DeviceEvent) -> float:
-        """Seconds of the device between two points that are reached."""
+        """Seconds on the device between two points that are reached."""
         return end.made_s - begin.made_s
 
     def event_time(self, event: DeviceEvent) -> float:
@@ -248,12 +248,12 @@ class Device:
     def copies_out(
         self, tensors: Sequence[torch.Tensor], event: DeviceEvent, pool: BufferPool
     ) -> list[HostTensor]:
-        """Each tensor in CPU memory, with the function that gives that memory back to `pool` (one
-        made by `buffers`), to be called once: the CPU tensor is void then.
+        """Each tensor in CPU memory, with the function that gives that memory back to `pool`, which
+        `buffers` made. Call the function once: the CPU tensor is void then.
 
         `event` was made after the tensors' last operation was queued, and nothing changes them from
-        then on. For threads that send: waits until they are complete and copied, not for anything
-        that was queued behind them.
+        then on. For threads that send: waits until the tensors are complete and copied, but not for
+        work that was queued behind them.
         """
         return [(tensor.detach(), _nothing) for tensor in tensors]
 
@@ -262,8 +262,8 @@ class Device:
         return self.copies_in([tensor])[0]
 
     def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """For threads that receive: CPU tensors on this device, complete on return, for use by the
-        computing thread. On the CPU they are the tensors themselves, elsewhere copies."""
+        """For threads that receive: the CPU tensors on this device, complete on return, for use by
+        the computing thread. On the CPU they are the tensors themselves, elsewhere copies."""
         return list(tensors)
 
     # Not torch.manual_seed: that seeds every device of the machine, also busy ones.
@@ -297,8 +297,8 @@ class _Cycle:
 
 
 def collect_cycles() -> None:
-    """Free what is in reference cycles, as models that libraries have loaded are. Waits for another
-    thread's collection, a finalizer of which may run: during it, `gc.collect` returns at once."""
+    """Free objects in reference cycles, as models that libraries have loaded are. Waits for another
+    thread's collection, whose finalizers may run: then `gc.collect` returns at once."""
     unreachable = weakref.ref(_Cycle())
     deadline = time.monotonic() + timeouts.EXIT_S
     gc.collect()
@@ -308,7 +308,7 @@ def collect_cycles() -> None:
 
 
 class HostCopy:
-    """The CPU copy of a tensor, in memory that is kept: each one is valid until the next."""
+    """CPU copies of tensors, in memory that is kept: each copy is valid until the next one."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -325,7 +325,7 @@ class HostCopy:
 
 
 class _QueuedEvent(DeviceEvent):
-    """An event in a device's queue, which uses `held` until then, and when it was seen reached."""
+    """An event in a device's queue, and when it was seen reached. It keeps `held` until then."""
 
     def __init__(self, native: Any, held: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -344,16 +344,16 @@ class _QueuedEvent(DeviceEvent):
 
     @property
     def seen_s(self) -> float:
-        """time.perf_counter of that moment; waits for it. Late if no thread watched."""
+        """The time.perf_counter() when it was seen; waits for it. Late if no thread watched."""
         self.wait()
         assert self._seen_s is not None
         return self._seen_s
 
 
 class _Watcher:
-    """A thread that waits for events one after the other, as they are made: so each is seen when
-    it is reached, and the tensors that it holds live until then. It ends when none come, and the
-    next one starts it again."""
+    """A thread that waits for events in the order in which they are made. So each event is seen
+    when it is reached, and the tensors that it holds live until then. The thread ends when no
+    events come; the next event starts it again."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[_QueuedEvent] = queue.SimpleQueue()
@@ -383,7 +383,7 @@ class _Watcher:
 
 
 class _StreamEvent(_QueuedEvent):
-    """`clock`: an earlier event and the host's time of it; None where events carry no time."""
+    """`clock`: an earlier event of the device and its host time; None: events carry no time."""
 
     def __init__(self, native: Any, clock: _DeviceClock | None) -> None:
         super().__init__(native)
@@ -392,7 +392,7 @@ class _StreamEvent(_QueuedEvent):
 
 @dataclass(frozen=True)
 class _DeviceClock:
-    """Ties the device's clock to the host's: `event` happened at `at_s` of time.perf_counter."""
+    """Ties the device's clock to the host's: `native` happened at `at_s` of time.perf_counter."""
 
     native: Any
     at_s: float
@@ -401,17 +401,17 @@ class _DeviceClock:
 class AcceleratorDevice(Device):
     """An accelerator of torch, through what torch offers for all of them: streams and events.
 
-    The computing thread works on the default stream. Copies run on two of their own, one per
-    direction, as a device has one engine for each. torch's streams do not wait for the default one:
-    only events order them. Each thread has its own current stream, so blocks with a stream here do
-    not touch the computing thread. No call but `synchronize` waits for the whole device.
+    The computing thread works on the default stream. Copies run on two other streams, one per
+    direction, as a device has a copy engine for each. torch's streams do not wait for the default
+    one: only events order them. Each thread has its own current stream, so blocks with a stream
+    here do not touch the computing thread. No call but `synchronize` waits for the whole device.
     """
 
     kind = "accelerator"
     is_async = True
     one_memory = False
     _torch_kind: str | None = None
-    """The name of torch's device type; None where `kind` is that."""
+    """torch's name of the device type; None where it is `kind`."""
     _native: tuple[torch.dtype, ...] = (torch.float32, torch.float16)
 
     def __init__(self, index: int | None = None, kind: str | None = None) -> None:
@@ -578,7 +578,7 @@ class AcceleratorDevice(Device):
         assert isinstance(event, _StreamEvent)
         self._computing_stream().wait_event(event.native)
 
-    # torch's classes for all accelerators. Those of one of its namespaces do not mix with them.
+    # torch's classes for all accelerators; those of torch.cuda or torch.xpu do not mix with them.
 
     def _event(self, *, timing: bool = False) -> Any:
         return torch.Event(self.torch_device, enable_timing=timing)
@@ -591,11 +591,11 @@ class AcceleratorDevice(Device):
         return torch.accelerator.current_stream(self.torch_device)
 
     def _within(self, stream: Any) -> AbstractContextManager[Any]:
-        """Within, `stream` is the thread's current one."""
+        """Within the block, `stream` is the thread's current stream."""
         return cast(AbstractContextManager[Any], stream)
 
     def _current(self) -> AbstractContextManager[Any]:
-        """Within, the device is the thread's current one."""
+        """Within the block, the device is the thread's current device."""
         return torch.accelerator.device_index(self.torch_device.index)
 
     @contextlib.contextmanager
@@ -625,8 +625,8 @@ class AcceleratorDevice(Device):
         return self._clock
 
     def _read_clock(self) -> _DeviceClock:
-        """An event on a stream that has nothing else to do happens about when it is recorded. The
-        best of a few tries, as other processes on the device can come in between."""
+        """Tie the clocks with an event on an idle stream, which happens about when it is recorded.
+        Takes the best of a few tries, as other processes on the device can come in between."""
         stream = self._side_stream("clock")
         best, best_width_s = None, float("inf")
         for _ in range(_CLOCK_TRIES):
@@ -645,7 +645,7 @@ class AcceleratorDevice(Device):
 
 
 class _NamespaceDevice(AcceleratorDevice):
-    """A device with streams and events of classes of its own: CUDA, ROCm and XPU."""
+    """A device whose namespace has stream and event classes of its own: CUDA, ROCm and XPU."""
 
     _event_options: ClassVar[dict[str, bool]] = {}
 
@@ -688,7 +688,7 @@ class CudaDevice(_NamespaceDevice):
             )
 
     def _lacks(self, built_for: Sequence[str]) -> tuple[str, str] | None:
-        """What the GPU is and what to install; None where kernels built for one of these run."""
+        """The kind of GPU and what to install; None where kernels built for one of these run."""
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         if any(_runs_on(entry, major, minor) for entry in built_for):
             return None
@@ -773,8 +773,8 @@ def _runs_on(entry: str, major: int, minor: int) -> bool:
 
 
 class _PolledEvent(_QueuedEvent):
-    """An event that is asked, not waited for: torch.mps waits with the GIL held, and for an event's
-    time for the whole queue. `held` are the copies of `sources` in CPU memory."""
+    """An event that is polled, not waited for: torch.mps waits with the GIL held, and to tell an
+    event's time it waits for the whole queue. `held` are the copies of `sources` in CPU memory."""
 
     sources: Sequence[torch.Tensor] = ()
 
@@ -784,9 +784,9 @@ class _PolledEvent(_QueuedEvent):
 
 
 class MpsDevice(Device):
-    """The GPU of an Apple machine. It has one queue, for copies as well, which are thus queued
+    """The GPU of an Apple machine. It has one queue, for copies as well, so copies are queued
     early. Two threads that queue work at once can end the process (pytorch #197805), so only the
-    computing thread does; others ask whether an event is reached."""
+    computing thread queues work; others ask whether an event is reached."""
 
     kind = "mps"
     is_async = True
@@ -850,7 +850,7 @@ class MpsDevice(Device):
         return [(copies[id(tensor)], _nothing) for tensor in tensors]
 
     def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # From copies: the queue reads them later, and this thread shall not wait for it.
+        # Sent from copies: the queue reads them later, and this thread shall not wait for that.
         copies = [tensor.clone() for tensor in tensors]
         there = [tensor.to(self.torch_device, non_blocking=True) for tensor in copies]
         self._queue_event(copies)
@@ -906,8 +906,8 @@ OUT_OF_TREE = {
 
 
 def without_four_bit(kind: str) -> str | None:
-    """Why a kind of device has no 4 bits, as far as the bitsandbytes of this machine tells of
-    another's; None where it has, or nothing is known before that machine is asked."""
+    """Why a kind of device on another machine has no 4 bits, judged by the bitsandbytes of this
+    one. None where it has them, or where only that machine can tell."""
     known = ("cpu", "cuda", "rocm", "mps", "xpu", *OUT_OF_TREE)
     if kind not in known or importlib.util.find_spec("bitsandbytes") is None:
         return None
@@ -969,8 +969,8 @@ def _devices_from(plugin: importlib.metadata.EntryPoint) -> list[Device]:
 
 
 def _tried(name: str, call: Callable[[], _T]) -> _T | None:
-    """What a vendor's package returns; None, with a warning, when it fails: whatever it raises, as
-    where its driver is missing, the machine's other devices still work."""
+    """The result of a vendor's package. Where it fails with any error, as without its driver, warns
+    and returns None: the machine's other devices still work."""
     try:
         return call()
     except Exception as error:
@@ -992,8 +992,8 @@ def _devices_of(kind: str) -> list[Device]:
 
 def open_device(name: str) -> Device:
     """The device called `name`. "auto" is the first accelerator, else the CPU; a kind alone
-    ("cuda") is its first device. DeviceError, listing what exists, when there is none, and where
-    torch has no kernels for it."""
+    ("cuda") is its first device. Raises DeviceError where there is none, listing what exists, and
+    where torch has no kernels for it."""
     device = _found(name, list_devices())
     device.check()
     return device

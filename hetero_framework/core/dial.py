@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 SMALL_SEGMENT_BYTES = 1200
 """Fits the smallest packets that IPv6 allows (1,280 bytes), and those of usual VPNs."""
 _UNANSWERED_S = 5.0
-"""A handshake that fails later than this was not refused: nothing came."""
+"""A handshake that fails later than this was not refused: no answer came."""
 DROPS_LARGE = "the network in between drops large packets without telling"
 MTU_ADVICE = (
     "lower the MTU of the network interface that they pass, a VPN's for instance, on both machines"
@@ -48,10 +48,10 @@ def connect(
 ) -> Stream:
     """A connection to host:port, tried for `timeout_s` seconds, or until `stop` is set.
     `on_retry(attempt, elapsed_s, reason)` is called after each failed attempt that will be
-    repeated. `secure` makes the stream to be used of the plain one; OSError from it is a failed
-    attempt. `small_packets`: both ends send at most SMALL_SEGMENT_BYTES in one packet, where the
-    system can; so does an attempt after one whose handshake went unanswered, since some networks
-    drop large packets without telling. Raises NetworkError that says what to check, and other
+    repeated. `secure` turns the plain stream into the stream to be used; an OSError from it is a
+    failed attempt. With `small_packets` both ends send at most SMALL_SEGMENT_BYTES in one packet,
+    where the system can. An attempt after an unanswered handshake does so too, since some networks
+    drop large packets without telling. Raises NetworkError, which says what to check, and other
     errors of `secure`."""
     stop = stop or threading.Event()
     started = time.monotonic()
@@ -98,7 +98,7 @@ def _connect_once(host: str, port: int, timeout_s: float, small_packets: bool) -
 
 
 def _open_socket(host: str, port: int, timeout_s: float, small_packets: bool) -> socket.socket:
-    """As socket.create_connection: to the first address of the name that takes it."""
+    """As socket.create_connection: connect to the first address of the name that accepts."""
     if not small_packets:
         return socket.create_connection((host, port), timeout=timeout_s)
     failed = OSError("getaddrinfo returned nothing")
@@ -153,8 +153,8 @@ def _explain_connect(error: OSError | UnicodeError, host: str, port: int) -> tup
 
 
 _BACKLOG = 128
-"""Most connections that wait to be accepted. Of one more the system drops the first packet, and its
-sender tries again after a second."""
+"""Most connections that wait to be accepted. For one more the system drops the first packet, and
+the sender tries again after a second."""
 
 
 class Listener:

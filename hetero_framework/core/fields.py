@@ -29,7 +29,7 @@ from hetero_framework.errors import ProtocolError
 from hetero_framework.log import one_line
 
 MAX_TEXT_BYTES = 1 << 13
-"""Of a string of a message."""
+"""Most bytes of a string of a message; a longer one is cut."""
 WorkerId = int | str
 Shape = Annotated[tuple[int, ...], "shape"]
 Raw = Annotated[str, "raw"]
@@ -37,7 +37,7 @@ Raw = Annotated[str, "raw"]
 
 
 AnyFloat = Annotated[float, "any"]
-"""Also an infinite one or NaN."""
+"""A float that may be infinite or NaN."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ _SIMPLE = (bool, float, str, bytes, type(None))
 
 
 def _is_plain(value: Any, depth: int = 1, *, finite: bool = False) -> bool:
-    """Whether msgpack carries it unchanged, and its floats are `finite`, if they have to be. Raises
-    ProtocolError that names a value that it does not carry."""
+    """Whether msgpack carries a value unchanged and, if `finite`, its floats are finite. Raises
+    ProtocolError, which names what msgpack does not carry."""
     if isinstance(value, _SIMPLE):
         return not finite or not isinstance(value, float) or math.isfinite(value)
     if depth > MAX_DEPTH:
@@ -191,7 +191,7 @@ class Fields:
         return None
 
     def read(self, values: Any) -> Any:
-        """The dataclass of what a peer gave. Raises ProtocolError where it is none."""
+        """The dataclass of the map that a peer gave. Raises ProtocolError where it is not valid."""
         problem = self.problem(values) if isinstance(values, dict) else f"no map: {brief(values)}"
         if problem is not None:
             raise ProtocolError(f"{self._cls.__name__}: {problem}")
@@ -227,12 +227,12 @@ class Spec:
         self.max_header_bytes = MAX_LONG_HEADER_BYTES if long else MAX_HEADER_BYTES
         self.fields = Fields(cls)
         self.named = "names" in self.fields.kinds and tensors[1] > 0
-        """Whether it has one tensor for each of its `names`."""
+        """Whether the message has one tensor for each of its `names`."""
         self.sided = "sides" in self.fields.kinds
-        """Whether each of its `sides` has one or two tensors more."""
+        """Whether the message has one or two more tensors for each of its `sides`."""
 
     def check(self, fields: dict[str, Any], num_tensors: int) -> None:
-        """Raise ProtocolError unless these are exactly the fields and tensors it may have."""
+        """Raise ProtocolError unless these are exactly the fields and tensors of the message."""
         try:
             problem = self.fields.problem(fields)
         except ProtocolError as error:
@@ -245,7 +245,7 @@ class Spec:
             self._refuse_count(low + sides, high + 2 * sides, num_tensors)
 
     def check_count(self, tensors: Any) -> None:
-        """Raise ProtocolError for a list of more tensors than it may ever have."""
+        """Raise ProtocolError for a list of more tensors than the message may ever have."""
         low, high = self.tensors[0], MAX_TENSORS if self.sided else self.tensors[1]
         if isinstance(tensors, list) and len(tensors) > high:
             self._refuse_count(low, high, len(tensors))

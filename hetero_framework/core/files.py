@@ -37,9 +37,9 @@ def rename(source: Path, target: Path) -> None:
 
 
 def refuse_output(path: Path, *, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
-    """Raise UserError where a command may not write `path`: it is there, and is not to be replaced,
-    is no file, or is read by the command (one of `inputs`, or in a directory of them and no
-    picture). A link counts as a file, and what it leads to stays."""
+    """Raise UserError where a command may not write `path`. Refused are: what is no file, what the
+    command reads (one of `inputs`, or in a directory of them and no picture), and, unless
+    `overwrite`, what exists. A link counts as a file, and what it leads to stays."""
     hint = "choose another file"
     if path.exists() and not path.is_file():  # a device or a pipe would be replaced by a file
         raise UserError(f"{path} is not a file that can be written", hint=hint)
@@ -70,8 +70,8 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 class NamingOf(contextlib.AbstractContextManager[None]):
-    """Raises what the system refuses in the block as an OSError of `path`, also where a library in
-    Rust tells it in words alone."""
+    """Raises the system's errors within the block as OSErrors that name `path`, also those that a
+    library in Rust reports in words alone."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -84,8 +84,8 @@ class NamingOf(contextlib.AbstractContextManager[None]):
 
 
 def write_json(path: Path, value: Any, error: type[HeteroError] = UserError) -> None:
-    """Write JSON that people read; `error` is raised where that is not possible, ResourceError
-    where the disk is full."""
+    """Write JSON that people read. Raises `error` where that is not possible, ResourceError where
+    the disk is full."""
     try:
         write_file(path, json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n")
     except OSError as why:
@@ -108,7 +108,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def aside_of(directory: Path) -> Path:
-    """Where `replace_files` puts a directory together; also what a crash may leave of it."""
+    """The path at which `replace_files` builds the new directory; a crash may leave it behind."""
     real = Path(os.path.realpath(directory))
     return real.with_name(f"{real.name}.rotating")
 
@@ -118,12 +118,12 @@ _WRITTEN, _COMPLETE = ".rotating", "rotated"
 
 def replace_files(directory: Path, contents: Mapping[str, bytes]) -> None:
     """Give several private files of a directory new contents, in one step: a crash leaves all of
-    the old ones or all of the new ones. Raises OSError and leaves the old ones. The caller sees to
-    it that no other process writes there.
+    the old ones or all of the new ones. Raises OSError and leaves the old ones. The caller keeps
+    other processes from writing there.
 
     Linux exchanges the directory with one that holds the new files and links to all others. A
     directory that cannot be exchanged (a mount point, other systems) gets the new files in a
-    subfolder, which counts once it has its final name; `finish_replacing` moves them to their
+    subfolder, which counts once it has its final name. `finish_replacing` then moves them to their
     places, in the order of `contents`.
     """
     real, aside = Path(os.path.realpath(directory)), aside_of(directory)
@@ -169,7 +169,7 @@ def is_half_replaced(directory: Path) -> bool:
 
 
 def _link_all(directory: Path, new: Path) -> None:
-    """Make `new`, for this user alone, with other names of all files of a directory."""
+    """Make `new`, for this user alone, with hard links to all files of a directory."""
     discard(new)
     new.mkdir(mode=0o700)
     shutil.copytree(directory, new, symlinks=True, copy_function=os.link, dirs_exist_ok=True)
@@ -178,10 +178,10 @@ def _link_all(directory: Path, new: Path) -> None:
 
 
 def replace_directory(new: Path, target: Path, old: Path, *, lasting: bool = True) -> None:
-    """Give the complete directory `new` the name `target`. What stands there is called `old` for a
-    moment and then deleted. Raises OSError and leaves both as they were where that fails. Linux
+    """Give the complete directory `new` the name `target`. What stood there is called `old` for a
+    moment and then deleted. Where that fails, raises OSError and leaves both as they were. Linux
     exchanges the two at once; elsewhere a process that is killed in between leaves `old` for
-    `put_back`. Not `lasting`: a power cut may undo it."""
+    `put_back`. Unless `lasting`, a power cut may undo it."""
     replaced = target.exists()
     if replaced and _exchange(new, target):
         with contextlib.suppress(OSError):
@@ -206,14 +206,14 @@ def replace_directory(new: Path, target: Path, old: Path, *, lasting: bool = Tru
 
 def discard(directory: Path) -> None:
     """Delete a directory that is not needed, as far as possible."""
-    with contextlib.suppress(OSError):  # of closing it, which `ignore_errors` does not ignore
+    with contextlib.suppress(OSError):  # closing it can fail in spite of `ignore_errors`
         if directory.is_symlink():
             directory.unlink()
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Give each the other's name, in one moment; False where the system cannot. Raises OSError."""
+    """Exchange two paths' names in one moment; False where the system cannot. Raises OSError."""
     if not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None, use_errno=True)
@@ -229,8 +229,8 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def put_back(target: Path, old: Path) -> bool:
-    """Finish an interrupted `replace_directory`: `old` is `target` again where that is missing;
-    whether it was. An `old` beside a `target` is for the caller to delete."""
+    """Undo an interrupted `replace_directory`: call `old` `target` again where that is missing;
+    whether it did. The caller deletes an `old` that stands beside a `target`."""
     if target.exists() or not old.is_dir():
         return False
     rename(old, target)

@@ -38,17 +38,17 @@ HANDSHAKE_MAX_FRAME_BYTES = 64 * 1024
 DEFAULT_MAX_FRAME_BYTES = 1 << 30
 """Largest frame a coordinator proposes in HELLO unless told otherwise."""
 PIECE_BYTES = 1 << 17
-"""Behind each piece of a frame's tensor bytes stands a mark, if more of them follow: GOES_ON, or
-INSIDE and a signal (HEARTBEAT, ASK_TURN, TURN, ARRIVAL_RATE), and then a mark again. The length of
-a frame does not count them."""
+"""Bytes of a piece of a frame's tensor bytes. If more follow, a mark stands behind the piece:
+GOES_ON, or INSIDE, then a signal (HEARTBEAT, ASK_TURN, TURN, ARRIVAL_RATE) and another mark. The
+length of a frame does not count marks and signals."""
 GOES_ON, INSIDE = b"\x00", b"\x01"
 IMPOSSIBLE_FRAME_BYTES = 1 << 40
 """No frame is that long: a prefix with such a length is not of this protocol."""
 MAX_TENSORS = 65_536
 MAX_DIMS = 8
 MAX_ELEMENTS = 1 << 20
-"""Most values in a long header, each map, list, string and number counted. An empty map is one byte
-on the wire and 72 in memory, so they are counted before one is made."""
+"""Most values in a long header: maps, lists, strings and numbers. They are counted before any is
+made, because an empty map is one byte on the wire and 72 in memory."""
 MAX_DEPTH = 16
 """Deepest nesting of lists and maps in the fields of a message."""
 
@@ -90,8 +90,8 @@ Shapes = tuple[tuple[DType, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """A tensor as it travels, `data` as bytes in one row: little-endian ones that may not change
-    until the message is sent. Checked when it is."""
+    """A tensor as it travels. `data` is one row of little-endian bytes, which may not change until
+    the message is sent. The tensor is checked when its message is encoded."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -99,7 +99,7 @@ class WireTensor:
 
 
 def brief(value: Any) -> str:
-    """A value as errors show it: not more than 60 characters of it, however large or deep it is."""
+    """A value as errors show it: at most 60 characters, however large or deep it is."""
     text = _SHORT.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -124,7 +124,7 @@ def is_shape(value: Any) -> bool:
 
 
 def _tensor_bytes(dtype: DType, shape: Any) -> int:
-    """Bytes of a tensor; ProtocolError unless `shape` is one."""
+    """Bytes of a tensor. Raises ProtocolError unless `shape` is a valid shape."""
     if not is_shape(shape):
         raise ProtocolError(
             f"a tensor's shape is a list of at most {MAX_DIMS} non-negative ints whose product is "
@@ -144,7 +144,7 @@ def marks_in(payload_bytes: int) -> int:
 def pack_header(
     name: str, number: int, fields: dict[str, Any], shapes: list[Any], most_bytes: int
 ) -> bytes:
-    """The header of a message called `name`; ProtocolError when msgpack cannot write it, and where
+    """The header of a message called `name`. Raises ProtocolError where msgpack cannot write it or
     it is too large."""
     try:
         header: bytes = msgpack.packb({"t": number, "m": fields, "x": shapes})
@@ -175,8 +175,8 @@ def unpack_header(header: bytes) -> dict[str, Any]:
 
 
 def _elements(header: bytes) -> int:
-    """An upper bound of the values that need memory of their own: each begins with a byte above
-    127, which no byte of an ASCII text is. All others are one byte and shared objects."""
+    """An upper bound of the values that need memory of their own. Each begins with a byte above
+    127, which ASCII text does not have. All other values are one byte and shared objects."""
     return len(header) - len(header.translate(None, _ABOVE_127))
 
 
@@ -192,7 +192,7 @@ def dtype_named(name: str) -> DType:
 
 
 def pack_shapes(tensors: Sequence[WireTensor]) -> list[Any]:
-    """Of the tensors of a header. Raises ProtocolError for one that cannot travel."""
+    """The dtype code and shape of each tensor. Raises ProtocolError for one that cannot travel."""
     packed = []
     for tensor in tensors:
         if (dtype := _BY_NAME.get(tensor.dtype)) is None:
@@ -241,8 +241,8 @@ def split(shapes: Shapes, payload: memoryview) -> tuple[WireTensor, ...]:
 
 
 def check_start(data: bytes | bytearray | memoryview) -> None:
-    """Raise ProtocolError when the first bytes of a frame (one or more) cannot be a prefix, whose
-    first three are zero: text, a TLS greeting or another program's magic number."""
+    """Raise ProtocolError when the first bytes of a frame (one or more) cannot be a prefix. A
+    prefix begins with three zeros: text, TLS greetings and other programs' magic numbers do not."""
     if any(bytes(data[:3])):
         text = bytes(data[:5]).decode("latin-1").rstrip("\r\n")
         is_text = text.isascii() and text.isprintable()

@@ -10,8 +10,8 @@ from hetero_framework.core.fields import WorkerId
 
 @dataclass(frozen=True)
 class ClusterKind:
-    """The names of processes in one kind of cluster: the one whose machine has the authority
-    ("local"), and the others, which have names."""
+    """The names of processes in one kind of cluster. The `keeper`'s machine has the authority, and
+    its id is "local"; a `member` has a name of its own."""
 
     keeper: str
     member: str
@@ -22,14 +22,14 @@ class ClusterKind:
 
     @property
     def invite(self) -> str:
-        """The command that makes a key for a member, and the machine for it."""
+        """The command that makes a key for a member, and the machine on which to run it."""
         what = f"hetero invite {self.option}" + ("NAME" if self.option else "ID")
         return f"{what} on the {self.keeper}'s machine"
 
 
 STAR = ClusterKind("coordinator", "worker")
 ISLANDS = ClusterKind("lighthouse", "island", "--island ")
-"""A cluster of coordinators, each of which has another one of workers."""
+"""A cluster of coordinators, each of which has a cluster of workers, too."""
 _KINDS = {kind.member: kind for kind in (STAR, ISLANDS)}
 _KEEPERS = {kind.keeper: kind for kind in _KINDS.values()}
 _URI = re.compile(
@@ -40,7 +40,7 @@ _URI = re.compile(
 
 @dataclass(frozen=True)
 class Identity:
-    """The keeper of a cluster, "local", or a member by its name."""
+    """A process of a cluster: its keeper, "local", or a member by its name."""
 
     cluster: str
     process: str = "local"
@@ -67,12 +67,12 @@ class Identity:
 
     @property
     def worker(self) -> str | None:
-        """The id of a worker."""
+        """The process's id if it is a worker, else None."""
         return None if self.keeps or self.kind != STAR else self.process
 
     @property
     def island(self) -> str | None:
-        """The name of an island."""
+        """The process's name if it is an island, else None."""
         return None if self.keeps or self.kind != ISLANDS else self.process
 
     @property

@@ -17,8 +17,8 @@ _AHEAD_BYTES = 16384
 class Incoming:
     """The receiving side of `stream`, for one reader thread.
 
-    All methods raise PeerLostError when the peer is gone: `silence_s` without a byte, `handshake_s`
-    without a greeting. `until` is the time.monotonic() at which this side stops reading.
+    All methods raise PeerLostError when the peer is gone, sends no byte for `silence_s`, or no
+    greeting within `handshake_s`. `until` is the time.monotonic() at which this side stops reading.
     """
 
     def __init__(self, stream: Stream, name: str, silence_s: float, handshake_s: float) -> None:
@@ -33,7 +33,7 @@ class Incoming:
 
     def take(self, nbytes: int, at_start: bool = False, most: int = _AHEAD_BYTES) -> bytes | None:
         """The next bytes that are no tensor's; None when this side has stopped reading. `at_start`:
-        between two frames, where the peer may end its side. `most`: to be received at a time."""
+        between two frames, where the peer may end its side. `most`: bytes to receive at once."""
         start, end = self._ahead_from, self._ahead_from + nbytes
         if end <= self._ahead_to:
             self._ahead_from = end

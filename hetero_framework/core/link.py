@@ -1,9 +1,9 @@
 """`Link`: messages over one stream in order, with a thread for each direction, and signs of life.
 
-A link knows no messages but signals, which links send and swallow themselves: HEARTBEAT when it has
-been silent and for the peer's clock (`clock.py`), and those about turns (`link_bandwidth.py`). A
-frame that another link is to carry on (`route`) is written there while it comes in (`relay.py`).
-`send_queue.py` says which frame goes first.
+A link itself handles only signals: HEARTBEAT, after silence and to measure the peer's clock
+(`clock.py`), and the signals about turns (`link_bandwidth.py`). A frame for which `route` names
+another link is written there while it comes in (`relay.py`). `send_queue.py` says which frame goes
+first.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _AT_ONCE_BYTES = 64 * 1024
 """Bytes of a frame written at once, in the sender's thread, when the link is idle."""
 _WRITTEN = (PIECE_BYTES, 8 * (PIECE_BYTES + 1), 0.002)
 _PASSED_ON = (1 << 14, 1 << 18, 0.001)
-"""Least and most bytes of a frame at a time, and how long they should take: more saves turns of
-threads, but a signal waits for the end of what is written, and a relay for what comes in."""
+"""Least and most bytes of a frame per call, and the seconds that a call should take. Larger calls
+save thread switches, but a signal waits for the end of a write, and a relay for that of a read."""
 _HASHED_BYTES = 1 << 18
-"""Received in one call, and hashed while it is in the processor's cache."""
+"""Bytes received in one call, and hashed while they are in the processor's cache."""
 _RESERVE_BYTES = 1024
 """Bytes of a relayed frame held back, to be sent one by one as signs of life."""
 _MOST_SIGNALS = 16
-"""More signals do not wait to be written: a peer that does not read gets no more answers."""
+"""Most signals that wait to be written: a peer that does not read gets no more answers."""
 
 
 OnMoved = Callable[[str, Message, float, float], None]
@@ -67,24 +67,24 @@ class Link:
     Args:
         on_message: gets every message but signals. Its exception closes the link and is the
             reason: out of memory as ResourceError, a bug as HeteroError.
-        on_close: called exactly once, as the last thing: None after `close`, else the error.
+        on_close: called exactly once, at the very end: with None after `close`, else the error.
         admit: called when the header of a frame with tensor bytes has come, before memory is taken
-            for them. Its exception closes this link; a ProtocolError once the frame is known to be
-            undamaged, and after `on_refused(error)`.
+            for them. Its exception closes this link. A ProtocolError does so after
+            `on_refused(error)`, and only once the frame is known to be undamaged.
         route: called after `admit`. If it returns a link, the frame goes out there as it comes in,
-            without on_message. When this link ends in the middle of it, the frame is void; its
-            receiver hears that after on_close, and drops it. When the other one ends, the rest is
-            read and dropped. An exception of `route` closes this link.
+            without on_message. When this link ends within the frame, the frame is void; its
+            receiver hears that after on_close, and drops it. When the other link ends, the rest of
+            the frame is read and dropped. An exception of `route` closes this link.
         max_frame_bytes: set anew when the peers have agreed on it.
         opening: the numbers of the messages that may come first; others are not even decoded.
         pool: the receive buffers.
-        bandwidth: large frames take turns with those of the other links that share it, if the
-            stream passes a network interface.
-        stats: go on counting where the link before this one ended.
+        bandwidth: links that share it take turns with large frames, where the stream passes a
+            network interface.
+        stats: the counts of the link before this one, which are continued.
 
     `on_moved(direction, message, began, ended)`, when set, is called for every frame with tensor
-    bytes: "send" in the thread that wrote the last of it, "receive" in the reader thread, with
-    the time.perf_counter() of its beginning and its end. The message may be without its tensors.
+    bytes: with "send" in the thread that wrote its last byte, with "receive" in the reader thread.
+    The times are those of time.perf_counter(). The message may be without its tensors.
     """
 
     max_queue_bytes = 256 * 1024 * 1024
@@ -121,7 +121,7 @@ class Link:
         self._deadlines = deadlines = deadlines or LinkDeadlines()
         tick_s = min(timeouts.TICK_S, deadlines.liveness_s / 4, deadlines.handshake_s / 4)
         stream.set_tick(tick_s)
-        # So that the last look before the limit finds it, even where it comes a little early.
+        # Less than the limit, so that the last tick before it finds the silence, even if early.
         silence_s = deadlines.liveness_s - 1.5 * tick_s
         self._incoming = Incoming(stream, name, silence_s, deadlines.handshake_s)
         self._piece_left = 0  # tensor bytes in front of the next mark
@@ -129,7 +129,7 @@ class Link:
         self._relay: Relay | None = None
         self._pings = Pings()
 
-        # Guarded by _lock: the queue, and how far the link has come in its life. A frame that its
+        # Guarded by _lock: the queue, and whether the link is closing or dead. A frame that its
         # sender wrote at once does not wake the writer: each wake-up costs the computing thread.
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # for the writer
@@ -194,15 +194,15 @@ class Link:
     def send(self, message: Message, done: Callable[[], None] | None = None) -> None:
         """Queue a message; blocks while more than `max_queue_bytes` wait to be written.
 
-        The tensors' memory must not change until `done` is called: in the writer thread, after the
-        last byte was handed to the system, or when the link fails. Raises ProtocolError for a frame
-        that is too large, and the link's reason (PeerLostError) when it is closed.
+        The tensors' memory must not change until `done` is called, in whichever thread hands the
+        last byte to the system, or when the link fails. Raises ProtocolError for a frame that is
+        too large, and the link's reason (PeerLostError) when it is closed.
         """
         buffers = m.encode(message, self.max_frame_bytes)
         self._enqueue(Outgoing(buffers, done, message if message.tensors else None))
 
     def end(self, drain_s: float = timeouts.DRAIN_S) -> float:
-        """Have both threads write the queue for at most `drain_s` seconds, then close; the
+        """Let the writer write the queue for at most `drain_s` seconds, then close. Returns the
         time.monotonic() at which that is over. Does not wait."""
         deadline = time.monotonic() + drain_s
         with self._lock:
@@ -214,8 +214,8 @@ class Link:
         return deadline
 
     def close(self, drain_s: float = timeouts.DRAIN_S) -> None:
-        """`end`, and wait until both threads are gone, unless this is one of them. Calling it again
-        does nothing. A handler that hangs is waited for no longer than `EXIT_S`."""
+        """`end`, and wait until both threads are gone, unless called in one of them. Calling it
+        again does nothing. Waits for a handler that hangs no longer than `EXIT_S`."""
         deadline = self.end(drain_s)
         if self._reader.ident is None:
             self._stream.close()
@@ -242,8 +242,8 @@ class Link:
             self._tell(outgoing)
 
     def _queue_or_write(self, outgoing: Outgoing, urgent: bool = False) -> bool:
-        """Queue a frame. When nothing is before it, its beginning is written at once: a small one
-        then needs no writer. Whether that was all of it. `_lock` is held."""
+        """Queue a frame; whether all of it is written. When nothing is before it, its beginning is
+        written at once, so that a small frame needs no writer. `_lock` is held."""
         idle = self._queue.idle
         self._queue.add(outgoing, urgent)
         may_go = idle and self._may_go(outgoing) and not self._pause_s(outgoing)
@@ -254,7 +254,7 @@ class Link:
         return not outgoing.left
 
     def _fail_half_way(self, outgoing: Outgoing) -> bool:
-        """For a failpoint: half of a frame is written at once."""
+        """Write half of a frame and hit its failpoint, if that is due; whether it was."""
         assert outgoing.boundary is not None
         name = f"{outgoing.boundary.spec.name.lower()}-half"
         if not failpoints.is_due(name):
@@ -264,8 +264,8 @@ class Link:
         return True
 
     def _write_now(self, outgoing: Outgoing, room: int) -> bool:
-        """Write as much of a frame's bytes here as the system takes without waiting; whether that
-        was all of them. A frame that is complete leaves the queue."""
+        """Write the bytes of a frame that are ready, at most `room`, as far as the system takes
+        them without waiting; whether none of them is left. A complete frame leaves the queue."""
         if self._dead:
             return True
         began = time.perf_counter()
@@ -286,8 +286,8 @@ class Link:
         return goes_on
 
     def _wait_for_room(self, nbytes: int, source: Link | None = None) -> None:
-        """Wait until a frame fits the queue, no longer than `source`, where it comes from, lives.
-        Raises the link's reason when it is closed. `_lock` is held."""
+        """Wait until a frame fits the queue. Raises the link's reason when it is closed, and
+        PeerLostError when `source`, the link that the frame comes from, ends. `_lock` is held."""
         # In slices: Ctrl-C works on Windows, too. A frame larger than the bound may pass alone.
         while (
             self._queue and self._queue.nbytes + nbytes > self.max_queue_bytes and not self.closed
@@ -299,8 +299,8 @@ class Link:
             raise self._reason or PeerLostError(f"{self.name}: the link is closed")
 
     def _say(self, signal: m.Signal) -> None:
-        """Send a signal, next after the piece that is being written. It never waits for room, for
-        the reader answers pings. `_lock` is held."""
+        """Send a signal right behind the piece that is being written. It never waits for room,
+        because the reader thread answers pings. `_lock` is held."""
         if not self.closed and self._queue.urgent < _MOST_SIGNALS:
             self._queue_or_write(Outgoing(m.encode(Message(signal))), urgent=True)
 
@@ -314,7 +314,7 @@ class Link:
         return self._bandwidth.pause_s() if outgoing.lane is not None else 0.0
 
     def _tell(self, outgoing: Outgoing) -> None:
-        """After the last byte of a frame."""
+        """Report that the last byte of a frame is written."""
         ended = time.perf_counter()
         if outgoing.lane is not None:
             self._bandwidth.sent()
@@ -347,9 +347,9 @@ class Link:
             self._fail(reason)
 
     def _next_segment(self) -> tuple[Outgoing, deque[memoryview]] | None:
-        """A frame, from now on being written, and the part that can be written; None at our end.
-        After an idle heartbeat_s it is a heartbeat, or, in the middle of a frame whose rest does
-        not come in, a byte of the reserve. A link that is closing does not wait for the rest."""
+        """The frame to write next, marked busy, and the part to write; None when the link ends.
+        After an idle heartbeat_s the frame is a heartbeat, or, within a frame whose rest does not
+        come in, the part is a byte of the reserve. A closing link does not wait for the rest."""
         quiet_until = time.monotonic() + self._deadlines.heartbeat_s
         with self._lock:
             while not self._dead:
@@ -385,8 +385,8 @@ class Link:
         return None
 
     def _write_segment(self, outgoing: Outgoing, segment: deque[memoryview]) -> None:
-        """Write all of it, unless the link dies meanwhile. Raises PeerLostError when the peer takes
-        nothing for `send_s`: its reader may hang while its writer says that it is alive."""
+        """Write the segment, unless the link dies meanwhile. Raises PeerLostError when the peer
+        takes nothing for `send_s`: its reader may hang while its writer says that it is alive."""
         started = time.perf_counter()
         since = time.monotonic()
         while segment and not self._dead:
@@ -415,7 +415,7 @@ class Link:
             self._queue.add(outgoing)
 
     def feed(self, outgoing: Outgoing, parts: Sequence[memoryview]) -> None:
-        """Write the new bytes, if it is this frame's turn: the writer need not wake up then."""
+        """Add `parts`, and write them here if it is this frame's turn: this spares a wake-up."""
         with self._lock:
             for part in parts:
                 outgoing.feed(part)
@@ -466,7 +466,7 @@ class Link:
         self._end_relay()
 
     def _unexpected(self, what: str, error: Exception) -> HeteroError:
-        """An unexpected error, for the owner: no thread ends in silence."""
+        """The reason that the owner gets for an unexpected error: no thread ends in silence."""
         log.debug("%s: %s failed", self.name, what, exc_info=error)
         if (known := errors.as_hetero_error(error)) is not None:
             return known
@@ -504,7 +504,7 @@ class Link:
         self._incoming.handshake_deadline = self._opening = None
 
     def _read_header(self, prefix: bytes, inside: bool = False) -> m.FrameHeader | None:
-        """None when the link was closed on our side. `inside`: of another frame."""
+        """The next header; None when the link was closed on our side. `inside` another frame."""
         header_bytes, payload_bytes = frames.parse_prefix(prefix, self.max_frame_bytes)
         if header_bytes > self.max_header_bytes:
             text = f"a header of {header_bytes} bytes; at most {self.max_header_bytes} come here"
@@ -552,8 +552,8 @@ class Link:
         return message if carrier is None else None
 
     def _admitted(self, frame: m.FrameHeader, hasher: Hasher) -> bool:
-        """Whether its tensors may be received. Of a frame that may not come, the bytes are read and
-        dropped: with a damaged header it would be a fault of the network."""
+        """Whether a frame's tensors may be received. The bytes of a refused frame are read and
+        dropped: if they are damaged, the network is at fault and not the peer."""
         try:
             self._admit(frame)
         except ProtocolError as error:
@@ -574,8 +574,8 @@ class Link:
         return True
 
     def _was_meant(self, raw: bytes, payload_bytes: int) -> bool:
-        """Whether a frame whose header cannot be right arrived as it was sent. If not, the network
-        is at fault."""
+        """Whether a frame with an impossible header arrived as it was sent. If not, the network is
+        to blame."""
         self._piece_left = PIECE_BYTES
         hasher = Hasher(raw)
         if not self._drop(payload_bytes, hasher):
@@ -583,8 +583,8 @@ class Link:
         return self._incoming.take(CHECKSUM_BYTES) == digest(hasher)
 
     def _is_whole(self, frame: m.FrameHeader, hasher: Hasher) -> bool:
-        """Whether all of a frame is here; False for one that was given up, and when the link was
-        closed on our side. Raises PeerLostError for one that arrived damaged."""
+        """Whether all of a frame is here; False if it was given up or the link was closed on our
+        side. Raises PeerLostError for a frame that arrived damaged."""
         checksum = self._incoming.take(CHECKSUM_BYTES)
         if checksum is None or checksum == VOID:
             return False
@@ -617,7 +617,7 @@ class Link:
         return True
 
     def _end_relay(self) -> None:
-        """Nothing more comes of the frame that is being relayed, if there is one."""
+        """End the frame that is being relayed, if there is one: nothing more of it comes."""
         relay, self._relay = self._relay, None
         if relay is not None:
             relay.end()
@@ -646,7 +646,7 @@ class Link:
         return True
 
     def _fill_piece(self, view: memoryview) -> int:
-        """Some tensor bytes, no further than to the next mark."""
+        """Receive some tensor bytes, at most up to the next mark; how many. 0 at our own end."""
         if not self._piece_left and not self._read_mark():
             return 0
         count = self._incoming.fill_some(view[: self._piece_left])
@@ -674,7 +674,7 @@ class Link:
     # ---- the end
 
     def _fail(self, reason: HeteroError | None) -> None:
-        """Stop both threads; the first reason stays. Ends a link that closes in order, too."""
+        """Stop both threads; the first reason stays. Also ends a link that is closing in order."""
         with self._lock:
             if self._dead:
                 return
@@ -696,7 +696,7 @@ class Link:
 
 
 def _segment_bytes(moved: int, began: float | None, limits: tuple[int, int, float]) -> int:
-    """How much of a frame to move at a time, of which `moved` bytes have gone since `began`."""
+    """Bytes of a frame to move next, when `moved` bytes of it have gone since `began`."""
     least, most, seconds = limits
     elapsed = time.perf_counter() - (began or 0.0)
     return max(least, min(most, moved, int(moved / max(elapsed, 1e-9) * seconds)))

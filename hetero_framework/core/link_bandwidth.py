@@ -1,7 +1,7 @@
-"""When the large frames of one link go, and when those of its peer may come. No sockets.
+"""Decides when the large frames of one link go, and when its peer's may come. No sockets.
 
-A large frame asks its receiver for a turn (ASK_TURN) and goes when it is granted (TURN), at the
-rate at which the last one arrived there (ARRIVAL_RATE).
+The sender of a large frame asks the receiver for a turn (ASK_TURN), and sends when it is granted
+(TURN), at the rate at which the last large frame arrived there (ARRIVAL_RATE).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hetero_framework.core.send_pacing import SendPacing
 from hetero_framework.core.send_queue import Outgoing
 
 _REPORTED_BYTES = 512 * 1024
-"""The arrival rate of a smaller frame is not reported: switches hold little of it."""
+"""Smallest frame whose arrival rate is reported: switches hold little of a smaller one."""
 _ASKS_S = 0.010
 _ASKS_TRIPS = 4
-"""A frame asks for a turn if it takes at least this long, and this many round trips."""
+"""A frame asks for a turn if it takes longer than _ASKS_S and than _ASKS_TRIPS round trips."""
 
 
 class LinkBandwidth:
     """The turns and the rate of one link.
 
-    `lock` is the link's, held where a method says so and whenever `say`, which sends a signal, and
-    `wake`, for the writer, are called. What the peer sends is told in the reader thread.
+    `say` sends a signal and `wake` wakes the writer; both are called with the link's `lock` held.
+    Methods that need the lock held say so. The reader thread reports what the peer sends.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class LinkBandwidth:
         self._way_in = scheduler.into.slot(self._grant, self._tell_alone)
         self._way_out = scheduler.out.slot(self._wake_writer)
         self.place = self._way_out.place
-        self._receives = False  # a large frame
-        self._was_asked = False  # by the peer, and has not answered yet
+        self._receives = False  # whether a large frame is coming in
+        self._was_asked = False  # whether the peer waits for a turn that it asked for
         # Guarded by the lock:
         self._pacing = SendPacing()
         self._has_turn = False
         self._waits_until: float | None = None  # when a large frame goes without a turn
         self._asked: Outgoing | None = None  # the frame for which the peer has been asked
         self._asks_again_at = math.inf
-        self._is_alone = False  # by the peer: no other link brings it large frames
-        self._told_alone = False  # the last such report of ours to the peer
+        self._is_alone = False  # the peer says: no other link brings it large frames
+        self._told_alone = False  # our last such report to the peer
 
     # ---- sending
 
@@ -66,19 +66,19 @@ class LinkBandwidth:
         """Whether writing of a large frame may begin or go on. The lock is held."""
         if self._has_turn or frame.began is not None:
             return True
-        # The system may take a frame at once that then arrives slowly.
+        # The system may take a frame at once although it then arrives slowly.
         lasts_s = max(self._way_out.lasts_s(frame.nbytes), self._pacing.lasts_s(frame.nbytes))
         if lasts_s > self._asks_from_s():
             if self._must_wait(frame):
                 return False
         elif lasts_s > _ASKS_S:
-            self._say(self._pings.new())  # the next one may know better
+            self._say(self._pings.new())  # the next frame may know the round trip
         self._waits_until = self._asked = None
         self._has_turn = self._way_out.begin(frame.nbytes, frame.lane, waits=False)
         return True
 
     def _asks_from_s(self) -> float:
-        """How long a frame has to take if it is to wait for its turn."""
+        """Seconds; a frame that is expected to take longer waits for its turn."""
         if self._is_alone:
             return _ASKS_S
         trip_s = self._pings.clock.round_trip_s
@@ -86,7 +86,7 @@ class LinkBandwidth:
 
     def _must_wait(self, frame: Outgoing) -> bool:
         """Whether a frame has to wait for room here or for the peer's answer. The peer is asked
-        when there is room and it is the frame's turn. One deadline covers all of it."""
+        when there is room and it is the frame's turn. One deadline covers both waits."""
         now = time.monotonic()
         if self._waits_until is None:
             self._waits_until = now + timeouts.TURN_S
@@ -108,7 +108,7 @@ class LinkBandwidth:
         self._say(self._pings.new())
 
     def left_s(self) -> float:
-        """Seconds until a frame that waits may go or has to ask again, whatever is heard. The lock
+        """Seconds until a waiting frame goes or asks again, even if the peer says nothing. The lock
         is held."""
         if self._waits_until is None:
             return math.inf
@@ -124,21 +124,21 @@ class LinkBandwidth:
         return self._pacing.pause_s()
 
     def begins(self, body: m.BoundaryTensor) -> None:
-        """The first byte of a tensor between two stages is written."""
+        """Record that the first byte of a boundary tensor is written."""
         self._way_out.went(body.lane, body.attempt, body.micro_batch)
 
     def wrote(self, frame: Outgoing, nbytes: int) -> None:
-        """`nbytes` of a large frame are written, with which `frame.left` is up to date."""
+        """Record that `nbytes` of a large frame are written; `frame.left` counts them already."""
         self._pacing.wrote(nbytes, frame.nbytes, is_last=not frame.left)
         self._has_turn = self._has_turn and frame.left > 0
 
     def moved(self, frame: Outgoing, nbytes: int) -> None:
-        """The same without the lock, for the others that wait for room."""
+        """Report `nbytes` of a large frame to other links that wait for room. Without the lock."""
         if frame.lane is not None:
             self._way_out.moved(nbytes)
 
     def sent(self) -> None:
-        """All of a large frame is written. Without the lock."""
+        """Record that a whole large frame is written. Called without the lock."""
         self._way_out.end()
 
     def _wake_writer(self) -> None:
@@ -158,7 +158,7 @@ class LinkBandwidth:
             self._way_in.begin(frame.payload_bytes, waits=False)
 
     def received(self, nbytes: int) -> None:
-        """Tensor bytes of the frame that has begun."""
+        """Record that `nbytes` of the begun frame's tensors came in."""
         if self._receives:
             self._way_in.moved(nbytes)
 
@@ -172,7 +172,7 @@ class LinkBandwidth:
                 self._say(m.ArrivalRate(self._way_in.rate, not self._way_in.was_alone))
 
     def heard(self, signal: m.Signal) -> None:
-        """A signal about turns and rates has come."""
+        """Handle a signal about turns and rates."""
         match signal:
             case m.AskTurn(frame_bytes=0):
                 self._way_in.end()
@@ -199,14 +199,14 @@ class LinkBandwidth:
             self._wake()
 
     def _grant(self) -> None:
-        """The peer's large frame may come; from any thread."""
+        """Tell the peer that its large frame may come. Called in any thread."""
         self._was_asked = False
         with self._lock:
             self._told_alone = self._way_in.is_alone()
             self._say(m.Turn(True, self._told_alone))
 
     def _tell_alone(self) -> None:
-        """Whether the peer's large frames meet others here has changed; from any thread."""
+        """Tell the peer if it has changed whether its large frames meet others. Any thread."""
         with self._lock:
             if (alone := self._way_in.is_alone()) != self._told_alone:
                 self._told_alone = alone

@@ -1,10 +1,10 @@
 """Every message of the protocol: one frozen dataclass each, and the `Message` that carries one.
 
 A class here is the whole specification of a message: its docstring names sender, receiver and
-answer, its annotations the values its fields may have, `@message` the rest. The checks and the
-form on the wire (`fields.py`) and the tables of docs/maintainers/protocol.md are derived from it.
-To add a message, add a class, and say in `session.py` when it is legal. An extra that opens
-connections of its own has theirs in its own module, which its manifest names ("messages").
+answer, its annotations give the values of its fields, and `@message` gives the rest. The checks and
+the form on the wire (`fields.py`) and docs/maintainers/protocol.md's tables are derived from it. To
+add a message, add a class, and say in `session.py` when it is legal. An extra that opens its own
+connections has their messages in its own module, which its extra.toml names under "messages".
 
 A message is checked when it is made and when it is received, before memory for its tensors is
 taken. Whatever bytes arrive, the only exception that leaves this module is ProtocolError.
@@ -33,7 +33,7 @@ LISTENER = "accepting worker"
 EITHER = "either"
 
 FrameBytes = Annotated[int, frames.HANDSHAKE_MAX_FRAME_BYTES, frames.IMPOSSIBLE_FRAME_BYTES]
-"""A limit that a peer proposes: no link works with less than the handshake's own."""
+"""Frame limit that a peer proposes: never less than the limit that holds in the handshake."""
 Seconds = Annotated[float, 0.0, 1e9]
 Patience = Annotated[float, 0.0, 1e6]
 """Seconds that somebody waits."""
@@ -53,7 +53,7 @@ class Body:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the receiver takes for it beyond those of its tensors."""
+        """Bytes of memory that the receiver needs for the message beyond its tensors."""
         return 0
 
 
@@ -68,7 +68,7 @@ def message(
     number: int, sender: str, *, tensors: tuple[int, int] = (0, 0), long: bool = False
 ) -> Callable[[type[B]], type[B]]:
     """Make a class a frozen dataclass and a message. `tensors` is the smallest and largest number
-    of tensors; with a field `names` there is one for each. `long` allows a header up to
+    of tensors; with a field `names` there is one tensor per name. `long` allows a header up to
     MAX_LONG_HEADER_BYTES."""
 
     def register(cls: type[B]) -> type[B]:
@@ -96,9 +96,9 @@ class Greeting(Body):
 class Hello(Greeting):
     """Coordinator to worker, first of a connection: who I am, which worker I mean, and the largest
     frame that either side may send. Answered by WELCOME or REJECT. `epoch` counts the connections
-    of a coordinator's `process` (a random id): an older one comes too late. `session` is what it
-    wants the worker for, and `name` what people call a training; other sessions have nothing that a
-    worker would keep when the link breaks."""
+    of a coordinator's `process` (a random id); an older epoch comes too late. `session` is what it
+    wants the worker for. `name` is what people call a training; of other sessions a worker keeps
+    nothing when the link breaks."""
 
     run_id: str
     worker_id: WorkerId
@@ -111,8 +111,8 @@ class Hello(Greeting):
 
 @message(9, WORKER)
 class Call(Greeting):
-    """Worker to coordinator, first of a connection that the worker has dialled: who I am. HELLO
-    follows when the coordinator wants it, or REJECT. `process` is a random id of this process."""
+    """Worker to coordinator, first of a connection that the worker has dialled: who I am. Answered
+    by HELLO when the coordinator wants the worker, or by REJECT. `process` is a random id."""
 
     worker_id: WorkerId
     process: str
@@ -120,9 +120,9 @@ class Call(Greeting):
 
 @message(2, WORKER)
 class Welcome(Greeting):
-    """Worker to coordinator, accepts HELLO: versions, device and memory (bytes), the run whose
-    stages it holds ready, if any, and why the device has no 4 bits, if it has none. `host_free` are
-    free bytes of host memory; null where that is the device's own. Answered by SETUP or REJECT."""
+    """Worker to coordinator, accepts HELLO: versions, device and memory (bytes). `run_id`: the run
+    whose stages it holds ready. `no_four_bit`: why the device has no 4 bits. `host_free`: free host
+    memory; null where the device has no memory of its own. Answered by SETUP or REJECT."""
 
     torch: str
     device: str
@@ -163,9 +163,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
-    """A stage's trainable parameters, hashes of the files' layers that it was read from, and
-    `ties`, {target: source}: parameters in it, in order, that are one with those of earlier
-    stages."""
+    """A stage's trainable parameters, and hashes of the stored layers that it was read from.
+    `ties`, {target: source}, lists in order its parameters that are shared with earlier stages."""
 
     index: int
     trainable: tuple[Parameter, ...]
@@ -175,16 +174,16 @@ class LoadedStage:
 
 @message(5, WORKER, long=True)
 class Ready(Body):
-    """Worker to coordinator, answers SETUP: its stages are loaded; the trainable parameters of each
-    with their index in the whole model, and which weights it read. Answered by START."""
+    """Worker to coordinator, answers SETUP: its stages are loaded. For each, the trainable
+    parameters with their index in the whole model, and which weights it read. Answered by START."""
 
     stages: tuple[LoadedStage, ...]
 
 
 @message(6, COORDINATOR)
 class Start(Body):
-    """Coordinator to worker: which stages need a gradient of their input, and the most bytes of
-    tensors that cross a boundary at once in this run. STEP follows."""
+    """Coordinator to worker: which stages need a gradient of their input. `max_boundary_bytes` is
+    the most bytes of tensors that cross a boundary at once in this run. STEP follows."""
 
     input_requires_grad: tuple[int, ...]
     max_boundary_bytes: Annotated[int, 1, frames.IMPOSSIBLE_FRAME_BYTES]
@@ -221,9 +220,9 @@ class OfStep(Body):
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How text is continued: the next token is the likeliest one at `temperature` 0, else drawn
-    from the likeliest that together have the probability `top_p`, by `seed`. With `cached` each
-    stage keeps the keys and values of earlier tokens, and gets only the newest token."""
+    """How text is continued. At `temperature` 0 the next token is the likeliest one; else it is
+    drawn by `seed` from the likeliest that together have the probability `top_p`. With `cached`
+    each stage keeps the keys and values of earlier tokens, and gets only the newest token."""
 
     temperature: Annotated[float, 0.0, 1e9]
     top_p: Annotated[float, 0.0, 1.0]
@@ -233,21 +232,21 @@ class Decoding:
 
 @message(10, COORDINATOR, long=True)
 class Step(OfStep):
-    """Coordinator to worker: a training step (or one evaluation pass, `train` false) begins with
-    `micro_batches` micro-batches; `num_items` label tokens in all of them together. `attempt` grows
+    """Coordinator to worker: a training step, or an evaluation pass (`train` false), begins with
+    `micro_batches` micro-batches, which have `num_items` label tokens together. `attempt` grows
     with every STEP of a run. `in_flight_limits` says how many forwards each stage of the run may
-    store, `direct` the boundaries (numbers of the stage before each) whose tensors go straight to
-    the other worker. `tasks` is the order of the worker's tasks in a training step, `sends` and
-    `receives` that of the tensors on its network: twice the stage (of a tensor the one that takes
-    it), and one more for a backward, once for each micro-batch. Missing ones go last, backwards
-    before forwards, the oldest first. A task or tensor that is ready out of turn waits
-    `order_timeout_s` for the one whose turn it is. With `summed` the gradients of other replicas
-    are added before norms are taken: GRADIENTS comes first, and LOAD_STATE for each stage. Random
-    numbers of its micro-batches are those of a step in which `first_micro_batch` come before. With
-    `decoding` an evaluation pass continues texts: a micro-batch is one more part of one text, LOSS
-    brings the token that follows, and fewer micro-batches may come. In an evaluation pass of the
-    `reference` adapters are switched off; with `predicts` LOSS brings the predictions of each
-    micro-batch."""
+    store. `direct` has the boundaries (number of the stage before each) whose tensors go straight
+    to the other worker. `tasks` is the order of the worker's tasks in a training step; `sends` and
+    `receives` are the orders of the tensors on its network. An entry is twice the stage (of a
+    tensor, the stage that receives it), plus 1 for a backward, and stands once for each
+    micro-batch. What is missing goes last: backwards before forwards, the oldest first. A task or
+    tensor that is ready out of turn waits `order_timeout_s` for the one whose turn it is. With
+    `summed` the gradients of other replicas are added before norms are taken: GRADIENTS comes
+    first, and LOAD_STATE for each stage. Random numbers are those of a step in which
+    `first_micro_batch` micro-batches come before these. With `decoding` an evaluation pass
+    continues texts: a micro-batch is one more part of one text, LOSS brings the next token, and
+    fewer micro-batches may come. With `reference` an evaluation pass runs without adapters; with
+    `predicts` LOSS brings the predictions of each micro-batch."""
 
     train: bool
     micro_batches: int
@@ -284,7 +283,7 @@ class Inputs(OfStep):
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """An encoded tensor: its codec, and its shape and dtype before."""
+    """An encoded tensor: its codec, and the shape and dtype of the original."""
 
     codec: str
     shape: Shape
@@ -301,7 +300,7 @@ class SideForm:
 
 @dataclass(frozen=True, slots=True)
 class BoundaryTensor(OfStep):
-    """Crosses the boundary between two stages; `bandwidth_scheduler.py` queues large ones."""
+    """A tensor that crosses a stage boundary; `bandwidth_scheduler.py` queues large ones."""
 
     direction: ClassVar[str]
     stage: int
@@ -318,18 +317,18 @@ class BoundaryTensor(OfStep):
 class Forward(BoundaryTensor):
     """To the stage `stage`: its input hidden states. A worker sends it straight to the worker that
     holds the stage, or to the coordinator, which relays it undecoded. With `coded` the first
-    tensors are a codec's encoding of one of that shape and dtype. `sides` are the tensors that the
-    model's blocks receive beside the hidden state, in the order of the model, if there are any. On
-    the last stage it is answered by LOSS and BACKWARD."""
+    tensors are a codec's encoding of hidden states of that shape and dtype. `sides` are the tensors
+    that the model's blocks receive beside the hidden state, in the order of the model, if there are
+    any. On the last stage it is answered by LOSS and BACKWARD."""
 
     direction = FORWARD
 
 
 @message(13, EITHER, tensors=(1, 2))
 class Backward(BoundaryTensor):
-    """To the stage `stage`: the gradient of its output, on the paths of FORWARD, then, as `sides`,
-    those of the side tensors that want one. There is none where nothing before the boundary is
-    trained."""
+    """To the stage `stage`: the gradient of its output, on the paths of FORWARD. `sides` are the
+    gradients of the side tensors that want one. No BACKWARD comes where nothing before the boundary
+    is trained."""
 
     direction = BACKWARD
 
@@ -355,10 +354,10 @@ class BackwardDone(OfStep):
 
 @dataclass(frozen=True, slots=True)
 class StageFigures:
-    """The cost of one step at a stage: seconds of its forwards and backwards, the longest queue of
-    arrivals and of stored forwards, its process's peak memory, the seconds on the wire of an
-    activation and of a gradient that arrived, each as if alone there, and how often a streamed
-    layer was used before its copy had been asked for; null where none streams."""
+    """The cost of one step at a stage: seconds of its forwards and backwards, its longest queues of
+    arrivals and of stored forwards, its process's peak memory. `arrive_...`: seconds on the wire of
+    an arriving activation and gradient, each as if alone there. `prefetch_misses`: uses of a
+    streamed layer before its copy was asked for; null where none streams."""
 
     forward_s: Seconds
     backward_s: Seconds
@@ -388,10 +387,10 @@ class RoundTrip:
 @message(27, WORKER, tensors=(0, MAX_TENSORS), long=True)
 class Gradients(OfStep):
     """Worker to coordinator, once all backwards of a stage are done: part `part` of its gradients,
-    one tensor for each name; parameters that have none are left out. `last` marks the last part. In
-    a step that is `summed` they are all, and LOAD_STATE of the kind `gradients` answers when the
-    sums are there; gradients final before the last backward is done may come early, also as part 0.
-    Else they are those of its `ties`, and the stages of their sources get the sums."""
+    one tensor for each name; parameters without one are left out. `last` marks the last part. In a
+    `summed` step these are all gradients, and LOAD_STATE of the kind `gradients` answers with the
+    sums; gradients that are final before the last backward may come early, also as part 0. In other
+    steps they are those of its `ties`, and the stages of the sources get the sums."""
 
     stage: int
     part: int
@@ -402,9 +401,9 @@ class Gradients(OfStep):
 @message(21, WORKER, tensors=(0, MAX_TENSORS), long=True)
 class GradientNorms(OfStep):
     """Worker to coordinator, when all micro-batches of a training step are through its stages: for
-    each stage a float32 vector of per-parameter norms, and its figures. `round_trips` are those of
-    its links to other workers, `direct_bytes` the bytes sent over them. Answered by COMMIT or
-    ABORT."""
+    each stage a float32 vector of per-parameter norms, and its figures. `round_trips` has one for
+    each link to another worker, `direct_bytes` the bytes sent over these links. Answered by COMMIT
+    or ABORT."""
 
     stages: tuple[StageReport, ...]
     round_trips: tuple[RoundTrip, ...]
@@ -414,10 +413,10 @@ class GradientNorms(OfStep):
 @message(22, COORDINATOR, tensors=(0, MAX_TENSORS), long=True)
 class Commit(OfStep):
     """Coordinator to worker: change the weights with this learning rate, after multiplying the
-    gradients by `grad_scale`. The tensors are new weights of the coordinator's stages, by name,
-    that something in the worker's is tied to. It is sent again after a lost link; a worker that has
-    committed this step already changes nothing. Answered by COMMITTED, which need not be awaited
-    before STEP."""
+    gradients by `grad_scale`. The tensors are, by name, new weights of the coordinator's stages
+    that are tied to weights of the worker. COMMIT is sent again after a lost link; a worker that
+    has committed this step already changes nothing. Answered by COMMITTED, which need not be
+    awaited before STEP."""
 
     learning_rate: float
     grad_scale: float
@@ -426,7 +425,7 @@ class Commit(OfStep):
 
 @message(23, WORKER, long=True)
 class Committed(OfStep):
-    """Worker to coordinator, answers COMMIT: the weights are changed; the step's times, if kept."""
+    """Worker to coordinator, answers COMMIT: the weights are changed. `spans`: times, if kept."""
 
     spans: tuple[dict[str, Any], ...]
 
@@ -456,11 +455,11 @@ class StepFailed(OfStep):
 
 @message(30, COORDINATOR, long=True)
 class StateRequest(Body):
-    """Coordinator to worker: send part `part` (from 0, in order) of a stage's state, for a
-    `checkpoint` as the commit of `step` left it (null: as it is before the first commit). The first
-    request for a step, which comes before the next commit, keeps the state of all stages of the
-    worker readable until another step is asked for; of its `weights` those of the parameters
-    `names`, as they are now. Answered by STATE. Legal while a step runs, too."""
+    """Coordinator to worker: send part `part` (from 0, in order) of a stage's state. A `checkpoint`
+    is the state that the commit of `step` left (null: the state before the first commit). The first
+    request for a step comes before the next commit; it keeps the state of all stages of the worker
+    readable until another step is asked for. `weights` are those of the parameters `names`, as they
+    are now. Answered by STATE. Legal while a step runs, too."""
 
     stage: int
     kind: StateKind
@@ -484,11 +483,11 @@ class State(Body):
 
 @message(32, COORDINATOR, tensors=(0, MAX_TENSORS), long=True)
 class LoadState(Body):
-    """Coordinator to worker: part `part` of state for a stage to take over: a `checkpoint` as STATE
-    gave it, the tensors of an `adapter` file, `tied weights` of other stages, by source, for its
-    targets, `weights` of some parameters, whose optimizer goes on as it is, or, in a step, the
-    `gradients` of all replicas together, or the sums of the `tied gradients` of targets on other
-    stages. Answered by STATE_LOADED."""
+    """Coordinator to worker: part `part` of state that a stage takes over. `checkpoint`: as STATE
+    gave it. `adapter`: the tensors of an adapter file. `tied weights`: weights of other stages, by
+    source, for its targets. `weights`: some parameters, whose optimizer goes on as it is. Within a
+    step, `gradients`: those of all replicas together; `tied gradients`: the sums for targets on
+    other stages. Answered by STATE_LOADED."""
 
     stage: int
     kind: LoadKind
@@ -509,15 +508,15 @@ class StateLoaded(Body):
 @message(34, COORDINATOR)
 class Rewind(Body):
     """Coordinator to worker: the run goes on after the commit of `step` (null: before the first),
-    since another worker lost its stages. Stages whose state after that commit is kept here take it
-    over; for the others LOAD_STATE follows. Answered by REWOUND."""
+    since another worker lost its stages. Stages whose state after that commit is kept here go back
+    to it; for the others LOAD_STATE follows. Answered by REWOUND."""
 
     step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class KeptStage:
-    """A stage that took over its kept state, and the digest of that."""
+    """A stage that went back to its kept state, and the digest of that state."""
 
     index: int
     digest: str
@@ -553,8 +552,9 @@ class Heartbeat(Signal):
 @message(42, EITHER)
 class AskTurn(Signal):
     """The sender has a large frame of `frame_bytes`, which waits for TURN, at most 5 seconds.
-    `lane` is its kind, as in STEP. Asked again, it has waited long for another one's turn. 0 bytes
-    answer a TURN for which no frame comes now. May come between two pieces of a frame."""
+    `lane` is a number as in STEP's `sends`. Asked again, it has waited long for another frame's
+    turn. With 0 bytes it answers a TURN for which no frame comes now. May come between pieces of a
+    frame."""
 
     frame_bytes: int
     lane: int
@@ -562,9 +562,9 @@ class AskTurn(Signal):
 
 @message(43, EITHER)
 class Turn(Signal):
-    """To the sender of large frames: the one it asked for may come (`granted`), no other one fills
-    the network here. While `alone` is true it need not ask: no other peer sends any. May come
-    between two pieces of a frame."""
+    """To the sender of large frames: with `granted` the one it asked for may come, as no other
+    fills the network here. While `alone` it need not ask: no other peer sends any. May come between
+    two pieces of a frame."""
 
     granted: bool
     alone: bool
@@ -572,8 +572,8 @@ class Turn(Signal):
 
 @message(44, EITHER)
 class ArrivalRate(Signal):
-    """To the sender of large frames: how fast the last one arrived, and whether beside others. May
-    come between two pieces of a frame."""
+    """To the sender of large frames: how fast the last one arrived, and whether it shared the
+    network. May come between two pieces of a frame."""
 
     bytes_per_s: Annotated[float, 0.0, 1e18]
     shared: bool
@@ -623,7 +623,7 @@ class PeerResult:
 
 @message(61, WORKER)
 class Connected(Body):
-    """Worker to coordinator, answers CONNECT: for each of them why there is no link, if so."""
+    """Worker to coordinator, answers CONNECT: for each worker, why there is no link, if so."""
 
     peers: tuple[PeerResult, ...]
 
@@ -646,7 +646,7 @@ class PeerWelcome(Greeting):
 
 @message(64, WORKER)
 class PeerLost(Body):
-    """Worker to coordinator: that link is gone; the step is done again without it. No answer."""
+    """Worker to coordinator: this link is gone; the step is done again without it. No answer."""
 
     worker_id: WorkerId
     reason: str
@@ -675,12 +675,12 @@ MAX_SHOWN = 2000
 
 
 def shortened(text: str) -> str:
-    """A peer's text, which may have millions of characters, as it is shown."""
+    """A peer's text, which may have millions of characters, cut to MAX_SHOWN of them."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
 
 class OtherVersion(Body):
-    """In place of a received greeting of another protocol version, which may have other fields."""
+    """Stands for a received greeting of another protocol version, which may have other fields."""
 
     __slots__ = ("package", "protocol", "spec")
 
@@ -702,11 +702,11 @@ class OtherVersion(Body):
 
 
 def _nothing() -> None:
-    """For messages of which nobody wants to hear."""
+    """The `seen` of messages that nobody counts."""
 
 
 class Message:
-    """The fields of one message (`body`), its tensors, and the buffer that holds received ones.
+    """One message: its fields (`body`), its tensors, and the buffer that holds received tensors.
     Making one checks it and raises ProtocolError."""
 
     __slots__ = (
@@ -724,9 +724,9 @@ class Message:
     def __init__(self, body: Body, tensors: Sequence[WireTensor] = ()) -> None:
         self.body = body
         self.field_bytes = self.tensor_bytes = 0
-        """Of a received one: about the bytes it takes in memory, and took for its tensors."""
+        """Bytes of a received message: about the memory of its fields, and its tensors' bytes."""
         self.seen: Callable[[], object] = _nothing
-        """To be called when a received one is handled: it waits no more (`Waiting`)."""
+        """To be called when a received message is handled: `Waiting` then counts it no more."""
         self.tensors = tuple(tensors)
         self._fields = body.spec.fields.pack(body)
         self._buffer_release: Callable[[], None] | None = None
@@ -752,7 +752,7 @@ class Message:
 
     def release(self) -> None:
         """Give the receive buffer back; calling it again does nothing. Tensors made from this
-        message are void then. Where nobody calls it, the buffer is not reused."""
+        message are then void. If nobody calls it, the buffer is not reused."""
         release, self._buffer_release = self._buffer_release, None
         self.tensors = ()
         if release is not None:
@@ -764,7 +764,7 @@ class Message:
 
 
 def not_agreed(name: str, rest: int, max_frame_bytes: int, peer: str) -> ProtocolError:
-    """The error for a frame of `rest` bytes, to which `peer` has not agreed."""
+    """The error for a frame of `rest` bytes, which is larger than agreed with `peer`."""
     agreed = f"the {max_frame_bytes} bytes agreed with {peer}"
     return ProtocolError(f"{name}: a frame of {rest} bytes is larger than {agreed}")
 
@@ -830,9 +830,9 @@ def read_header(
     max_frame_bytes: int = frames.IMPOSSIBLE_FRAME_BYTES,
     opening: Container[int] | None = None,
 ) -> FrameHeader:
-    """Decode and check a header. Raises ProtocolError, naming what came, when it is not exactly a
-    known message whose tensors fill exactly `payload_bytes`, when the receiver would need more than
-    `max_frame_bytes` of memory for it, or when its number is not in `opening`."""
+    """Decode and check a header. Raises ProtocolError, which names what came, unless it is a known
+    message whose tensors fill exactly `payload_bytes`. A number that is not in `opening` and a need
+    of more than `max_frame_bytes` of memory are refused, too."""
     values = frames.unpack_header(header)
     number, fields = values["t"], values["m"]
     if not frames.is_int(number) or number not in BODIES:
@@ -864,7 +864,7 @@ def read_header(
 
 
 def decode(frame: bytes | bytearray | memoryview) -> Message:
-    """The message of one whole frame; a link reads it in segments."""
+    """The message of one whole frame in memory; a link reads a frame in segments."""
     view = memoryview(frame)
     prefix = bytes(view[:PREFIX_BYTES])
     header_bytes, payload_bytes = frames.parse_prefix(prefix, frames.IMPOSSIBLE_FRAME_BYTES)

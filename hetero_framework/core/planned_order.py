@@ -1,7 +1,7 @@
-"""A planned order of tasks or tensors, and how long one out of turn waits. No sockets.
+"""A planned order of tasks or tensors, and the wait of those that are ready out of turn.
 
-A lane is the tasks of one kind of one stage, or the tensors that they need: one of each micro-batch
-of a step, in ascending order. A PlannedOrder says whose turn it is among lanes.
+A lane is all tasks of one kind at one stage, or the tensors that these tasks need. It has one item
+per micro-batch of a step, in ascending order. A PlannedOrder says which lane has the next turn.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import math
 import time
 from collections.abc import Callable, Iterable
 
-_ASKS = 8  # in the time of one wait
+_ASKS = 8  # times that a waiting item asks again within one wait
 
 FORWARD = "forward"
 BACKWARD = "backward"
 Lane = tuple[str, int]
-"""FORWARD or BACKWARD, and a stage; of a tensor, the stage that takes it."""
+"""FORWARD or BACKWARD, and a stage: for tensors the stage that receives them."""
 
 
 def packed(lane: Lane) -> int:
-    """A lane as it travels: twice the stage, and one more for backwards."""
+    """The number of a lane on the wire: twice the stage, plus 1 for BACKWARD."""
     return 2 * lane[1] + (lane[0] == BACKWARD)
 
 
@@ -28,7 +28,7 @@ def unpacked(number: int) -> Lane:
 
 
 class PlannedOrder:
-    """Lanes in the order in which they are to have their turns, each once for every micro-batch."""
+    """The lanes in the order of their turns; a lane stands in it once per micro-batch."""
 
     def __init__(self, lanes: Iterable[Lane] = ()) -> None:
         self._places: dict[Lane, list[int]] = {}
@@ -37,25 +37,25 @@ class PlannedOrder:
         self._gone = dict.fromkeys(self._places, 0)
 
     def place(self, lane: Lane) -> float:
-        """Where the next one of a lane stands in the order; behind all others where it does not."""
+        """Index of the lane's next item in the order; infinite if the order has no more of them."""
         if lane not in self._gone or self._gone[lane] >= len(self._places[lane]):
             return math.inf
         return self._places[lane][self._gone[lane]]
 
     @property
     def next_place(self) -> float:
-        """The place of the next one; infinite where none is left."""
+        """Index of the first item that has not gone; infinite if none is left."""
         return min(map(self.place, self._places), default=math.inf)
 
     def went(self, lane: Lane, micro_batch: int) -> None:
-        """One of a lane goes, whether it was its turn or not."""
+        """Record that the lane's item of `micro_batch` goes, whether it was its turn or not."""
         if lane in self._gone:
             self._gone[lane] = max(self._gone[lane], micro_batch + 1)
 
 
 class OrderTimeout:
-    """Bounds the wait of one that is ready out of turn: at most `seconds` for each one that it lets
-    go first. `clock` is in seconds."""
+    """Bounds the wait of an item that is ready out of turn: at most `seconds` for each item that it
+    lets go first. `clock` is in seconds."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds
@@ -64,8 +64,8 @@ class OrderTimeout:
         self._until = 0.0
 
     def left_s(self, order: PlannedOrder, lane: Lane, idle: bool = True) -> float:
-        """Seconds that the next one of a lane has to wait from now on; 0 when it may go. Unless
-        whatever is waited with is `idle` the time does not begin: then, when to ask again."""
+        """Seconds that the lane's next item still has to wait; 0 when it may go. While the device
+        or network is not `idle` the wait does not begin: then, seconds until to ask again."""
         awaited = order.next_place
         if not self.seconds or order.place(lane) <= awaited:
             return 0.0

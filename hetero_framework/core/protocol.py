@@ -1,4 +1,4 @@
-"""A message of one's own to the coordinator, in the ancestor's documented form.
+"""A user's own message to the coordinator, in the documented form of this package's predecessor.
 
     from hetero_framework import control
     from hetero_framework.core.protocol import Message, MessageType
@@ -7,7 +7,7 @@
         Message(type=MessageType.CONTROL, payload={"command": "checkpoint"}, metadata={"step": 100})
     )
 
-It travels as a CONTROL message: its name is the command, its data a map of `payload` and
+It travels as a CONTROL message whose name is the command and whose data is a map of `payload` and
 `metadata`. `core/messages.py` has all messages of the protocol.
 """
 
@@ -24,7 +24,7 @@ from hetero_framework.errors import ProtocolError
 
 
 class MessageType(Enum):
-    """What users may send; hidden states and gradients are the framework's own."""
+    """The messages that users may send; hidden states and gradients are the framework's own."""
 
     CONTROL = "control"
 
@@ -34,9 +34,8 @@ class UserMessage:
     """A command with its arguments.
 
     Args:
-        payload: `command`, the name of the handler that it is for, and whatever else msgpack
-            carries.
-        metadata: More of that, such as the step that it is about.
+        payload: `command`, the name of the handler, and any other values that msgpack carries.
+        metadata: Further values, such as the step that the message is about.
 
     Raises ProtocolError where the payload has no command, or a value that msgpack does not carry.
     """
@@ -63,7 +62,7 @@ class UserMessage:
 
     @classmethod
     def from_bytes(cls, frame: bytes) -> UserMessage:
-        """The message of one frame. Raises ProtocolError where it is none of these."""
+        """The message in one frame. Raises ProtocolError where the frame has another kind."""
         data = messages.decode(frame).expect(Control).data
         if not isinstance(data, dict) or data.keys() != {"payload", "metadata"}:
             raise ProtocolError("CONTROL: its data are no payload and metadata")

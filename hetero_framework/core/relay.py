@@ -45,8 +45,8 @@ class Relay:
         self._outgoing = Outgoing([frame.raw], self._done, message, frame.payload_bytes)
 
     def begin(self) -> memoryview:
-        """Queue the frame, waiting for room; the buffer to receive into. Memory is taken when there
-        is room: a carrier whose peer does not read holds up no more than its queue may hold."""
+        """Queue the frame, waiting for room, and return the buffer to receive into. Memory is taken
+        once there is room: a carrier whose peer does not read holds up no more than its queue."""
         try:
             self._carrier.expect(self._outgoing, self._source)
         except HeteroError:
@@ -55,11 +55,11 @@ class Relay:
         return buffer
 
     def feed(self, parts: Sequence[memoryview]) -> None:
-        """The next bytes of the tensors; with the last of them the checksum behind them."""
+        """Pass on the next tensor bytes; behind the last of them also the checksum."""
         self._carrier.feed(self._outgoing, parts)
 
     def end(self) -> None:
-        """Nothing more comes. Missing bytes make the frame void."""
+        """End the frame: nothing more comes. Missing bytes make it void."""
         self._carrier.pad(self._outgoing)
         self._done()
 

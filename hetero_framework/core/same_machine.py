@@ -1,18 +1,18 @@
 """A Unix socket in place of TLS between two processes of one user on one machine.
 
-TLS has shown both who the other is. What follows goes through TLS but where it says otherwise, and
-an address decides nothing:
+TLS has shown each side who the other is. The steps below go through TLS unless they say otherwise,
+and an address decides nothing:
 
 1. The dialler's note has its machine and namespaces, and a nonce.
-2. If these are the acceptor's, too, its answer has a nonce and the path of a socket, in a folder
-   that it has made and that no other user may enter.
-3. The dialler connects to it, sees that the listener is of its own user (SO_PEERCRED), sends the
-   acceptor's nonce through it, and a note that it has done so, or why not.
+2. If machine and namespaces are the acceptor's, too, its answer has a nonce and the path of a
+   socket, in a folder that it has made and that no other user may enter.
+3. The dialler connects to the socket, checks that the listener is of its own user (SO_PEERCRED) and
+   sends the acceptor's nonce through it. A note says that it has done so, or why not.
 4. The acceptor drops every connection of another user or with another nonce. Through the right one
    it sends the dialler's nonce back. The folder is gone before anything else is said.
 
-From then on the link goes through the Unix socket, with its checksums, and TLS is closed. Where any
-of it fails, both know, and TLS stays; a wrong nonce ends the connection.
+From then on the link goes through the Unix socket, with its checksums, and TLS is closed. Where a
+step fails, both sides know, and TLS stays; a wrong nonce ends the connection.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class LocalStream(PlainStream):
 
 
 def _place() -> str | None:
-    """This machine since it was started, and the namespaces in which addresses and users mean the
-    same; None where there is no Unix socket that names its user, and where it is switched off."""
+    """A hash of this machine's boot and of the namespaces of its addresses and users. None where
+    Unix sockets do not tell the peer's user, and where they are switched off."""
     if sys.platform != "linux" or os.environ.get(OFF) == "off":
         return None
     try:
@@ -100,7 +100,7 @@ def _user(sock: socket.socket) -> int:
 
 
 def _says(sock: socket.socket, nonce: str, deadline: float) -> bool | None:
-    """Whether `nonce` comes; None when the connection ends before."""
+    """Whether `nonce` comes; None when the connection ends before it."""
     got = b""
     while len(got) < _NONCE_BYTES:
         sock.settimeout(max(0.001, deadline - time.monotonic()))
@@ -115,7 +115,7 @@ def _says(sock: socket.socket, nonce: str, deadline: float) -> bool | None:
 
 
 class Offer:
-    """The side that has dialled; `note` goes to the other one."""
+    """The side that has dialled; `note` goes to the other side."""
 
     def __init__(self) -> None:
         self._nonce = secrets.token_hex(_NONCE_BYTES // 2)
@@ -145,8 +145,8 @@ class Offer:
         return _switched(stream, local, who)
 
     def _enter(self, sock: socket.socket, path: str, nonce: str, *, deadline: float) -> str | None:
-        """Connect, and send the nonce; or why not. A peer cannot have anything sent to a socket
-        that is not of this module."""
+        """Connect and send the nonce; the reason if that fails. A peer cannot have anything sent to
+        a socket that is not of this module."""
         if not (_PATH.fullmatch(path) and _NONCE.fullmatch(nonce)):
             return "that is no offer of a Unix socket"
         try:
@@ -164,8 +164,8 @@ class Offer:
 
 
 class Rendezvous:
-    """The side that was dialled, with a socket as long as the handshake takes, if the dialler's
-    note says that it is on this machine."""
+    """The side that was dialled. It has a Unix socket during the handshake if the dialler's note
+    says that the dialler is on this machine."""
 
     def __init__(self, note: dict[str, Any]) -> None:
         self.note: dict[str, Any] = {}
@@ -190,11 +190,11 @@ class Rendezvous:
         path = os.path.join(folder, "s")
         self._listener.bind(path)
         self._listener.listen(_BACKLOG)
-        self._listener.settimeout(0)  # who comes has come before its note does
+        self._listener.settimeout(0)  # the dialler connects before its note comes
         self.note = {_KEY: {"path": path, "nonce": self._nonce}}
 
     def meet(self, stream: Encrypted, who: str, deadline: float) -> Stream:
-        """The stream to be used."""
+        """The stream to be used: the Unix socket if the dialler has come to it, else TLS."""
         if self._listener is None:
             return stream
         why = stream.receive_note(deadline).get("stays")
@@ -236,7 +236,7 @@ def _switched(stream: Stream, local: LocalStream, who: str) -> LocalStream:
 
 
 def _sweep(base: Path) -> None:
-    """Remove what processes have left that were killed in a handshake."""
+    """Remove the folders of processes that were killed in a handshake."""
     for folder in base.glob(f"{_PREFIX}*-*"):
         process = folder.name.removeprefix(_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):

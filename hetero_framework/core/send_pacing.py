@@ -1,7 +1,7 @@
 """Writes large frames at about the rate the receiver reports. No sockets.
 
-Bytes that are written faster than the network takes them wait in a switch in between, and every
-message of the link behind them: signals, and TCP's confirmations of the other direction.
+Bytes that are written faster than the network takes them wait in a switch in between. Behind them
+waits every message of the link: signals, and TCP's confirmations of the other direction.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections import deque
 from collections.abc import Callable
 
 _FASTER = 1.05
-"""Times the rate at which the last frames arrived: the network may have become faster."""
+"""Factor on the rate at which the last frames arrived: the network may have become faster."""
 _SOONER_S = 0.005
 """How early the next frame may begin before the last one has arrived."""
 _CATCHES_UP_S = 0.002
 """The most that a writer catches up after it woke up late."""
 _MOST_PAUSE_S = 1.0
-"""For one piece."""
+"""Longest pause for one piece."""
 _LEAST_S = 0.010
 """A frame that takes less is not held back."""
 _FASTEST = 2e8
-"""Bytes per second. A faster network empties its buffers before a writer that waits wakes up."""
+"""Bytes per second. A faster network has empty buffers before a waiting writer wakes up."""
 _FRAMES = 8
 
 
@@ -38,8 +38,8 @@ class SendPacing:
         self._there_at = 0.0  # when all that was written has arrived, if the rate is right
 
     def heard(self, rate: float, *, alone: bool) -> None:
-        """The last frame arrived with `rate` bytes per second. If it shared a network interface,
-        that sets no rate: each frame would be slower than the last."""
+        """Take the `rate` in bytes per second at which the last frame arrived. A frame that shared
+        a network interface sets no rate: each frame would be slower than the last."""
         if not (math.isfinite(rate) and rate > 0):
             return
         self._all.append(rate)
@@ -63,5 +63,5 @@ class SendPacing:
             self._next_at = max(self._next_at, self._there_at - _SOONER_S)
 
     def pause_s(self) -> float:
-        """Seconds until the next piece."""
+        """Seconds until the next piece may be written."""
         return max(0.0, self._next_at - self._clock())

@@ -4,9 +4,9 @@ A relayed frame is queued before its tensor bytes, which are added as they come 
 bytes are all here pass it until it has begun. An urgent frame passes all others, also between two
 pieces of one that has begun.
 
-A frame ends with its checksum: XXH3 with 64 bits, big-endian, of all of it. TCP's own 16 bits miss
+A frame ends with the checksum of all of it: XXH3 with 64 bits, big-endian. TCP's own 16 bits miss
 one damaged segment in 65,536, and a flipped bit in a tensor would go into the training unnoticed. A
-relay passes it on, so that the last receiver notices damage anywhere on the way.
+relay passes the checksum on, so that the last receiver notices damage anywhere on the way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VOID = b"\xff" * CHECKSUM_BYTES
 """In place of a checksum: the frame was given up on its way; the receiver drops it."""
 Buffer = bytes | memoryview
 EARLY_BYTES = 1 << 14
-"""Bytes of a relayed frame that must be here before it is begun: its source does send."""
+"""Bytes of a relayed frame that must be here before it is begun: then its source does send."""
 _MARK = memoryview(GOES_ON)
 _ZEROS = memoryview(bytes(1 << 20))
 
@@ -39,14 +39,14 @@ def digest(hasher: Hasher) -> bytes:
 
 
 class Outgoing:
-    """One frame on its way out. `done` is to be called when it is written or given up; `message` is
-    for the trace only, and may be released already.
+    """One frame on its way out. `done` is to be called when it is written or given up. `message` is
+    for the order and the trace, and may be released already.
 
-    A frame of this process gets its checksum here. In a relayed one `relayed_bytes` of tensors and
-    the checksum are `missing` until `feed` brings them. `left` bytes are not written yet. `began`
-    is the time.perf_counter() of the first; `busy` while a thread writes. `boundary` is its body,
-    if it is a tensor between two stages; those are planned. `lane` is the kind of a large one of
-    those, which take turns, and the stage that it is for."""
+    A frame of this process gets its checksum here. In a relayed frame, `relayed_bytes` of tensors
+    and the checksum are `missing` until `feed` brings them. `left` bytes are not written yet.
+    `began` is the time.perf_counter() of the first byte. `busy`: a thread is writing. `boundary` is
+    the body if the frame is a planned tensor between two stages. `lane` is set for a large one:
+    these take turns."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Outgoing:
         message: Message | None = None,
         relayed_bytes: int | None = None,
     ) -> None:
-        """`buffers`: the head, and unless it is relayed the tensors."""
+        """`buffers`: the head, and for a frame of this process the tensors."""
         tensor_bytes = sum(map(len, buffers[1:])) if relayed_bytes is None else relayed_bytes
         self.relayed = relayed_bytes is not None
         self.missing = 0 if relayed_bytes is None else relayed_bytes + CHECKSUM_BYTES
@@ -98,8 +98,8 @@ class Outgoing:
         return not inside and mark < self._marks
 
     def go_inside(self) -> int:
-        """This frame, which has not begun, goes between two pieces of another one. By how many
-        bytes that makes it longer."""
+        """Let this frame, which has not begun, go between two pieces of another one. Returns the
+        bytes by which that makes it longer."""
         if self._inside:
             return 0
         self._inside = True
@@ -109,7 +109,7 @@ class Outgoing:
         return 1
 
     def feed(self, data: memoryview) -> None:
-        """The next bytes; ignored once the frame is padded or given up."""
+        """Add the next bytes of a relayed frame; ignored once the frame is padded or given up."""
         if self.missing:
             self.missing -= len(data)
             self._lay(data)
@@ -127,22 +127,22 @@ class Outgoing:
         self._piece -= len(data)
 
     def pad(self) -> None:
-        """Zeros in place of bytes that will not come; the receiver drops a frame that is void."""
+        """Put zeros in place of bytes that will not come, and VOID behind them for the receiver."""
         while self.missing > CHECKSUM_BYTES:
             self.feed(_ZEROS[: self.missing - CHECKSUM_BYTES])
         if self.missing:
             self.feed(memoryview(VOID))
 
     def give_up(self) -> None:
-        """Write and take no more of it."""
+        """Drop the bytes that are left; the frame takes no more."""
         self._pending.clear()
         self._raw.clear()
         self.missing = 0
 
     def take(self, reserve: int = 0, room: int = PIECE_BYTES) -> deque[memoryview]:
-        """The bytes that may be written now, to the last mark within `room` bytes, or else to the
-        next; the last `reserve` stay while more is to come. Of a frame of this process hardly more
-        than `room` bytes."""
+        """The bytes that may be written now: up to the last mark within `room` bytes, or else up to
+        the next mark. The last `reserve` bytes stay while more is to come. A frame of this process
+        gives hardly more than `room` bytes."""
         piece = self._piece or (0 if self._pending else PIECE_BYTES)
         more = 0 if self._pending else max(0, room - piece) // PIECE_BYTES * PIECE_BYTES
         self._hash_some(min(room, piece + more))
@@ -174,8 +174,8 @@ class Outgoing:
         return front
 
     def _hash_some(self, room: int) -> None:
-        """Make the next bytes ready to be written, behind the last of them the checksum. They are
-        in the processor's cache then."""
+        """Hash at most `room` bytes and make them ready to be written, behind the last of them the
+        checksum. They are in the processor's cache then."""
         if self._hasher is None:
             return
         while self._raw and room:
@@ -200,12 +200,12 @@ class Outgoing:
         return deque([first[:1]])
 
     def put_back(self, rest: deque[memoryview]) -> None:
-        """Bytes that were taken and could not be written yet."""
+        """Put back bytes that were taken and could not be written yet."""
         self._pending.extendleft(reversed(rest))
 
     def wrote(self, segment: deque[memoryview], sent: int) -> bool:
-        """The first `sent` bytes of what was taken are written, the others are put back; whether
-        there are none."""
+        """Count the first `sent` bytes of `segment` as written and put the rest back; whether there
+        is no rest."""
         drop_sent(segment, sent)
         self.left -= sent
         self.put_back(segment)
@@ -234,8 +234,8 @@ class LinkStats:
 
 class SendQueue:
     """The unfinished frames of one link, of `nbytes` in all; the one being written is first.
-    `place` says where a lane's next one stands in the planned order; `begins` is called with a
-    tensor between two stages of which the first byte is written."""
+    `place` gives the place of a lane's next frame in the planned order. `begins` is called with the
+    body of a tensor between two stages when its first byte is written."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class SendQueue:
         self._place, self._begins = place, begins
         self._frames: deque[Outgoing] = deque()
         self._urgent: deque[Outgoing] = deque()
-        self._begun: dict[Lane, int] = {}  # when a lane's last frame was; a count
+        self._begun: dict[Lane, int] = {}  # the `_turn` of a lane's last frame
         self._turn = 0
 
     def __len__(self) -> int:
@@ -268,16 +268,16 @@ class SendQueue:
         return not len(self) or self.next() is None
 
     def add(self, frame: Outgoing, urgent: bool = False) -> None:
-        """`urgent`: before all others but the piece that is being written."""
+        """Queue a frame; an `urgent` one before all others but the piece that is being written."""
         self.nbytes += frame.nbytes
         (self._urgent if urgent else self._frames).append(frame)
 
     def next(self) -> Outgoing | None:
-        """The begun frame, else an urgent one, else one that is all here, else the first that can
-        begin. An urgent one is the next as well where the begun one has a mark.
+        """The frame to write: the begun one, else an urgent one, else one that is complete, else
+        the first that can begin. At a mark of the begun frame an urgent frame is the next, too.
 
-        Those that are all here keep their order. But large ones go after the INPUTS behind them.
-        Among lanes the next in the plan goes first, else the least recently served."""
+        Complete frames keep their order, but INPUTS pass the large frames before them. Among large
+        frames the next in the plan goes first, else the one of the least recently served lane."""
         begun = bool(self._frames) and self._frames[0].began is not None
         if self._urgent:
             first = self._urgent[0]
@@ -305,7 +305,7 @@ class SendQueue:
         return chosen
 
     def begin(self, frame: Outgoing, now: float) -> None:
-        """Writing of `frame` began at `now`, or goes on: it comes first from now on."""
+        """Record that `frame` begins or goes on at `now`: it is the first frame from now on."""
         if frame.began is None:
             frame.began = now
             if frame.boundary is not None:
@@ -318,7 +318,7 @@ class SendQueue:
             self._frames.appendleft(frame)
 
     def remove(self, frame: Outgoing) -> None:
-        """Of which all bytes are written."""
+        """Remove a frame of which all bytes are written."""
         self._stats.bytes_out += frame.nbytes
         (self._urgent if frame in self._urgent else self._frames).remove(frame)
         self.nbytes -= frame.nbytes

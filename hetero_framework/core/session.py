@@ -53,7 +53,7 @@ _BOUNDARY = (m.Forward, m.Backward)
 _DATA = (m.Inputs, *_BOUNDARY)
 _STEP_RESULTS = (*_READING, *_DATA, m.Loss, m.BackwardDone, m.Gradients, m.Committed)
 PEER_PHASES = (Phase.PEER_GREETING, Phase.FLOWING)
-"""Of a link between two workers."""
+"""The phases of a link between two workers."""
 Moves = dict[Enum, dict[type[Body], Enum]]
 """The legal messages of each phase, and the phases that follow."""
 
@@ -123,7 +123,7 @@ ROLES = {
 """Each role on a connection and the role of the other side."""
 
 ANSWERS: set[type[Body]] = {m.Welcome, m.PeerWelcome, m.Reject, m.Error, m.Bye}
-"""What ends the wait of who has greeted or asked."""
+"""The messages that end the wait of a side that has greeted or asked."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,11 @@ class Dialogue:
 
 
 CONVERSATIONS: dict[Dialogue, list[Enum]] = {}
-"""Those of the extras that are loaded, with their phases."""
+"""The dialogues of the extras that are loaded, with their phases."""
 
 
 def converse(of: Dialogue, moves: Moves, answers: Iterable[type[Body]]) -> None:
-    """Take the messages of an extra's connections into the order. In `moves` those of Phase.OPEN
+    """Add the messages of an extra's connections to ORDER. In `moves` the messages of Phase.OPEN
     are its greeting; every new phase allows ERROR, HEARTBEAT and BYE, too."""
     for phase, table in moves.items():
         _in_every_phase(phase, ORDER.setdefault(phase, {}))
@@ -165,21 +165,21 @@ class Session:
         self.role, self.peer = role, ROLES[role]
         self.phase: Enum = Phase.OPEN
         self._crossing: Enum | None = None
-        """Where the peer stands until it has read our BYE or REJECT."""
+        """The peer's phase until it has read our BYE or REJECT."""
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Call it before the message goes to the link: its answer must not overtake the phase."""
+        """Record that `message` goes. Call it before the link sends: the answer must come after."""
         self._advance(message, self.role, "we tried to send")
 
     def check(self, body: Body) -> None:
-        """Raise what `receive` would, of a message whose header has come."""
+        """Raise what `receive` would, for a message of which only the header has come."""
         with self._lock:
             self._following(body, self.peer, f"the {self.peer} sends")
 
     def receive(self, message: Message) -> bool:
-        """Record that `message` came; whether it is to be handled. One that was sent before the
-        peer had read our BYE or REJECT is not."""
+        """Record that `message` came; whether it is to be handled. A message that was sent before
+        the peer had read our BYE or REJECT is not."""
         if isinstance(message.body, OtherVersion):
             raise message.body.error()
         return self._advance(message, self.peer, f"the {self.peer} sent")
@@ -199,7 +199,7 @@ class Session:
             return True
 
     def _following(self, body: Body, sender: str, who: str) -> Enum:
-        """The phase after it. `_lock` is held."""
+        """The phase after `body`. `_lock` is held."""
         phase = self.phase
         if sender == self.peer and self._crossing is not None:
             phase = self._crossing

@@ -25,7 +25,7 @@ from hetero_framework.core.messages import BoundaryTensor, Inputs, Message
 FORWARD = "forward"
 BACKWARD = "backward"
 FORWARD_BACKWARD = "forward_backward"
-"""The last stage of a training step does both for a micro-batch in one go."""
+"""Both for one micro-batch in one go: the last stage in a training step."""
 SEND = "send"
 RECEIVE = "receive"
 COMMIT = "commit"
@@ -34,7 +34,7 @@ WEIGHTS = "weights"
 AWAITED = "awaited"
 """The device's wait for a layer on its way, within a task."""
 VISITS = (WEIGHTS, AWAITED, "inputs out", "inputs in", "states in", "states out")
-"""Of tensors in host memory: each kind of copy, and the wait."""
+"""Kinds for tensors in host memory: each kind of copy, and the wait."""
 KINDS = (FORWARD, BACKWARD, FORWARD_BACKWARD, SEND, RECEIVE, COMMIT, *VISITS)
 COMPUTE = (FORWARD, BACKWARD, FORWARD_BACKWARD)
 
@@ -45,7 +45,7 @@ Span = dict[str, Any]
 
 
 def is_span(span: dict[str, Any]) -> bool:
-    """Whether another process's span can be one."""
+    """Whether what another process sent is a valid span."""
     times = [span.get(name) for name in ("began", "ended")]
     return (
         span.get("kind") in KINDS
@@ -56,9 +56,9 @@ def is_span(span: dict[str, Any]) -> bool:
 
 
 class Recorder:
-    """The spans of one process; thread-safe. `steps` training steps are recorded after the first,
-    which is not typical (-1: all, the first too), and later ones whose number `every` divides (0:
-    none). No more than `limit` spans wait to be taken."""
+    """The spans of one process; thread-safe. Recorded are the `steps` training steps after the
+    first, which is not typical (-1: all, the first too), and later steps whose number `every`
+    divides (0: none). At most `limit` spans are kept until they are taken."""
 
     def __init__(self, steps: int, every: int = 0, *, limit: int = 200_000) -> None:
         self.steps, self._every = steps, every
@@ -94,7 +94,8 @@ class Recorder:
             self._keep(self._attempt, {"kind": kind, **task, **times, **extra})
 
     def on_moved(self, peer: int | str) -> Callable[[str, Message, float, float], None]:
-        """`Link.on_moved` of a link to `peer`; keeps micro-batches' frames, also of a next step."""
+        """The `on_moved` of a link to `peer`: keeps micro-batches' frames, also of the next
+        step."""
 
         def moved(direction: str, message: Message, began: float, ended: float) -> None:
             body = message.body
@@ -112,7 +113,7 @@ class Recorder:
         return moved
 
     def take(self) -> list[Span]:
-        """The spans since the last call, in the order in which they ended up here."""
+        """The spans since the last call, in the order in which they were kept."""
         with self._lock:
             taken = [span for attempt, span in self._spans if attempt in self._wanted]
             self._spans = [entry for entry in self._spans if entry[0] > self._attempt]

@@ -23,8 +23,8 @@ MAX_CALL_BYTES = 1 << 28
 _SMALL_BYTES = 64 * 1024
 """Where there is no sendmsg, buffers up to this size are joined into one."""
 _UNSENT_BYTES = 64 * 1024
-"""The system takes hardly more than it can send: urgent bytes then pass a frame that is being
-written, and a frame that pauses does pause."""
+"""Most bytes that the system holds unsent: urgent bytes then pass a frame that is being written,
+and a frame that pauses does pause."""
 _NOTSENT_LOWAT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 _TICKED = (TimeoutError, BlockingIOError, InterruptedError)
 """Raised by a socket call when the tick is over and nothing was moved."""
@@ -35,7 +35,7 @@ class Stream(Protocol):
 
     @property
     def local(self) -> bool:
-        """Whether it is known to pass no network interface."""
+        """Whether the stream is known to pass no network interface."""
 
     @property
     def peer(self) -> str:
@@ -45,27 +45,27 @@ class Stream(Protocol):
         """No `read` or `write` waits longer than this."""
 
     def read(self, view: memoryview, fill: bool = False) -> int | None:
-        """Receive at least a byte into `view`, with `fill` all of it if it comes within a tick. 0
-        when the peer has ended its side, None when the tick is over and nothing came."""
+        """Receive at least one byte into `view`, or with `fill` all of it if it comes within a
+        tick; how many. 0 when the peer has ended its side, None when nothing came in the tick."""
 
     def write(self, buffers: deque[memoryview]) -> int:
         """Hand the first bytes of `buffers` to the system; how many. 0 when the tick is over."""
 
     def try_write(self, buffers: deque[memoryview], room: int) -> int:
-        """`write` at most `room` bytes without waiting, or nothing; `write` meets errors again."""
+        """`write` at most `room` bytes without waiting. 0 for an error: `write` meets it again."""
 
     def end_writes(self) -> None:
         """Nothing more will be written; the peer reads all that was."""
 
     def abandon(self) -> None:
-        """Drop unsent bytes at `close`, and tell the peer at once, if it can be reached: else the
-        news waits behind unconfirmed bytes."""
+        """Make `close` drop unsent bytes, so that a peer that can be reached hears of the end at
+        once and not behind unconfirmed bytes."""
 
     def stop(self) -> None:
         """End both directions; a thread that waits in a call returns. Safe from any thread."""
 
     def close(self) -> None:
-        """Give it back to the system; no thread may be in a call any more."""
+        """Give the connection back to the system; no thread may be in a call any more."""
 
 
 def _max_buffers() -> int:

@@ -20,23 +20,23 @@ _WIRE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The wire name of a torch dtype; ProtocolError when it has none."""
+    """The wire name of a torch dtype. Raises ProtocolError when it has none."""
     if dtype not in _WIRE_NAMES:
         raise ProtocolError(f"{dtype} cannot travel (known: {', '.join(TORCH_DTYPES)})")
     return _WIRE_NAMES[dtype]
 
 
 def to_wire(tensor: torch.Tensor) -> WireTensor:
-    """A CPU tensor as it travels; a view of its memory where it is contiguous. Raises ProtocolError
-    for a dtype without a wire code and for a tensor on another device."""
+    """The wire form of a CPU tensor: a view of its memory where it is contiguous, else a copy.
+    Raises ProtocolError for a dtype without a wire code and for a tensor on another device."""
     name = dtype_name(tensor.dtype)
     if tensor.device.type != "cpu":
         raise ProtocolError(f"a tensor on {tensor.device} cannot travel; bring it to the CPU first")
     shape = tuple(tensor.shape)
     if tensor.numel() == 0:
         return WireTensor(name, shape, memoryview(b""))
-    # Through uint8, because numpy has no bfloat16. Each torch call here delays a hop: after a
-    # stage's work its code is no longer in the processor's caches.
+    # Viewed as uint8, because numpy has no bfloat16. Each torch call here delays a hop: after a
+    # stage's work, torch's code is no longer in the processor's caches.
     whole = tensor.detach()
     if not shape or whole.stride(-1) != 1 or not whole.is_contiguous():
         # A dimension of size 1 may have any stride and is contiguous, but has no view as uint8.
@@ -45,8 +45,8 @@ def to_wire(tensor: torch.Tensor) -> WireTensor:
 
 
 def from_wire(wire: WireTensor) -> torch.Tensor:
-    """The tensor over the bytes of `wire`, not copied when they are writable and aligned. It is
-    void after the message's `release`."""
+    """The torch tensor of `wire`. It shares writable, aligned bytes and is then void after the
+    message's `release`; other bytes are copied."""
     dtype = TORCH_DTYPES[wire.dtype]
     if not wire.data.nbytes:
         return torch.empty(wire.shape, dtype=dtype)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def in_background(job: Callable[[], T], name: str) -> Future[T]:
-    """The result or error of `job`; also the error that there was no thread for it."""
+    """Run `job` in a daemon thread; its result or error, or that there was no thread for it."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -31,7 +31,7 @@ def in_background(job: Callable[[], T], name: str) -> Future[T]:
 
 
 def wait_for(futures: Collection[Future[T]], timeout_s: float) -> bool:
-    """Wait in slices, so that Ctrl-C is heard on Windows, too; whether all are done in time."""
+    """Whether all futures are done in time. Waits in slices: Ctrl-C is heard on Windows, too."""
     deadline = time.monotonic() + timeout_s
     while wait(futures, max(0.0, min(deadline - time.monotonic(), timeouts.TICK_S))).not_done:
         if time.monotonic() >= deadline:

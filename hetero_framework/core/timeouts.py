@@ -10,7 +10,7 @@ from dataclasses import dataclass
 TICK_S = 0.5
 """Interval at which a thread in a socket call checks its deadlines, and a waiting one Ctrl-C."""
 ANSWER_TICK_S = 0.1
-"""The same for a thread that waits for an answer or for another thread."""
+"""Interval of the same checks where a thread waits for an answer or for another thread."""
 EXIT_TICK_S = 0.05
 """Interval at which a process checks whether a child has ended."""
 
@@ -28,9 +28,9 @@ DRAIN_S = 5.0
 HANDSHAKE_S = 60.0
 """Handshake deadline for outbound connections; the peer may be in a long computation."""
 REHANDSHAKE_S = 15.0
-"""The same after a lost link: a peer that knows us answers from a thread that does not compute."""
+"""Handshake deadline after a lost link: a thread that does not compute answers a known peer."""
 ALIVE_S = 10.0
-"""A process that makes no progress in a step and does not answer for this long hangs."""
+"""A process that makes no progress in a step and does not answer for this long counts as hung."""
 STRANGER_S = 10.0
 """Handshake deadline for inbound connections."""
 LAST_WORD_S = 1.0
@@ -67,14 +67,14 @@ DEATHS_S = 600.0
 EXIT_S = 10.0
 """Deadline for a process to end in order before it is killed."""
 STOP_S = 2.0
-"""The same where a run is given up and nothing is saved any more."""
+"""Deadline like EXIT_S where a run is given up and nothing is saved any more."""
 
 PROBE_S = 2.0
 """A link is measured for at most about this long: then no further question is sent."""
 PROBE_ANSWER_S = 120.0
 """Deadline for an answer to a worker that measures its link to another one."""
 LOCK_S = 2.0
-"""`hetero pause` holds a lock for a moment when it looks whether anybody else does."""
+"""How long a worker waits for its pause lock, which `hetero pause` holds for a moment to look."""
 KEYS_S = 20.0
 """How long a process that changes keys waits for another one that does."""
 FILE_BUSY_S = 5.0
@@ -84,18 +84,18 @@ TELL_LOADING_S = 60.0
 """How often a run names the workers that still load."""
 
 UPLOAD_S = 300.0
-"""Deadline for an upload to the hub of no size; its bytes add to it at UPLOAD_BYTES_PER_S."""
+"""Deadline for an upload to the hub, beside the time of its bytes at UPLOAD_BYTES_PER_S."""
 UPLOAD_BYTES_PER_S = 250e3
 """Slowest upload that a run waits for."""
 
 ISLAND_S = 3600.0
-"""Deadline for another island where all of a group wait for each other. An island that stalls
-leaves by itself long before."""
+"""Deadline for another island where all islands of a group wait for each other. An island that
+stalls leaves by itself long before."""
 
 
 @dataclass(frozen=True)
 class LinkDeadlines:
-    """Those of one link, where the configuration or the peer's role sets them."""
+    """The deadlines of one link that the configuration or the peer's role sets."""
 
     heartbeat_s: float = HEARTBEAT_S
     liveness_s: float = LIVENESS_S
@@ -104,4 +104,4 @@ class LinkDeadlines:
 
 
 LIGHTHOUSE_LINK = LinkDeadlines(heartbeat_s=0.4, liveness_s=2.75, handshake_s=STRANGER_S)
-"""Of a link between an island and a lighthouse; it ends after 2 seconds of silence."""
+"""Deadlines of a link between an island and a lighthouse; it ends after 2 seconds of silence."""

@@ -2,8 +2,8 @@
 
 OpenSSL checks that the other side's certificate comes from this cluster's authority; the caller's
 `admit` checks its content, before a byte of the protocol is read. A connection reads in one thread
-and writes in others, while OpenSSL's object allows one thread at a time: it works on memory under a
-lock, and the socket is read and written outside of it.
+and writes in others, while OpenSSL's object allows one thread at a time. So that object works on
+memory under a lock, and the socket is read and written outside of the lock.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hetero_framework.log import one_line
 ALPN = "hetero/1"
 _CIPHERTEXT_BYTES = 1 << 18
 _PLAIN_BYTES = 2 * (PIECE_BYTES + 1)
-"""Read from the socket, or encrypted, at a time."""
+"""Most bytes that are read from the socket, or encrypted, at a time."""
 _JOINED_BYTES = 1 << 14
 """Buffers up to this size, the most that a record holds, are joined before they are encrypted."""
 _NOTE_BYTES = 1 << 16
@@ -50,15 +50,15 @@ class Certificate:
 
 
 Admit = Callable[[Certificate, dict[str, Any]], "str | None"]
-"""Why a peer is not wanted that has this certificate and sent this note; None: it is."""
+"""Returns why a peer with this certificate and this note is not wanted; None if it is."""
 
 
 def context(
     bundle: Path, *, server: bool, alpn: str = ALPN, anonymous: bool = False
 ) -> ssl.SSLContext:
-    """For connections with this key, its certificate and the authority's, in one PEM file;
-    `anonymous`: the other side need not show any. Raises IdentityError when they are damaged or do
-    not belong together, and OSError."""
+    """The context of connections with the key in `bundle`, one PEM file with its certificate and
+    the authority's. `anonymous`: the other side need not show a certificate. Raises OSError, and
+    IdentityError where the parts are damaged or do not belong together."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     made.check_hostname = False  # the identity is a URI, which `admit` looks at
     _settle(made, alpn)
@@ -78,7 +78,7 @@ def context(
 
 
 def joining_context(authority: str, alpn: str) -> ssl.SSLContext:
-    """For a machine without a key, which trusts this authority (PEM) alone."""
+    """The context of a machine without a key, which trusts this authority (PEM) alone."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     made.check_hostname = False
     _settle(made, alpn)
@@ -100,8 +100,8 @@ def dial(
     plain: Stream, made: ssl.SSLContext, admit: Admit, note: dict[str, Any], who: str
 ) -> Stream:
     """The encrypted stream to the side that was dialled, which has admitted us, or a Unix socket in
-    its place (`same_machine.py`). Raises IdentityError when one of the two refuses the other, and
-    OSError for a failure that may pass; `plain` is closed then."""
+    its place (`same_machine.py`). Raises IdentityError when one side refuses the other, and OSError
+    for a failure that may pass; either closes `plain`."""
     with contextlib.ExitStack() as on_error:
         on_error.callback(plain.close)
         stream = TlsStream(plain, made, server=False)
@@ -125,8 +125,8 @@ def dial(
 def accept(
     plain: Stream, made: ssl.SSLContext, admit: Admit, note: dict[str, Any]
 ) -> tuple[Stream, Certificate]:
-    """The stream to a peer that has dialled, as `dial` gives it, and its certificate; raises alike.
-    A refused peer of this cluster gets the reason, others get an alert."""
+    """The stream to a peer that has dialled, as `dial` gives it, and the peer's certificate. Raises
+    as `dial` does. A refused peer of this cluster gets the reason, others get an alert."""
     with contextlib.ExitStack() as on_error:
         on_error.callback(plain.close)
         stream = TlsStream(plain, made, server=True)
@@ -158,8 +158,8 @@ _MEANINGS = {
     "NO_APPLICATION_PROTOCOL": "{} speaks TLS, but another protocol",
 }
 _INVITE = "have the machine with the wrong keys invited again (hetero invite)"
-# OpenSSL's verify codes of a certificate that is too early or too late, and its names for what a
-# peer sends that finds so. BAD_CERTIFICATE may mean more, but nothing else that happens here.
+# OpenSSL's verify codes for a certificate outside of its dates, and its names for the alerts with
+# which a peer says the same. BAD_CERTIFICATE may mean more, but nothing else that happens here.
 _BY_THIS_CLOCK = {9: "is not valid yet", 10: "has expired"}
 _BY_THE_OTHER = {
     "SSLV3_ALERT_BAD_CERTIFICATE": "not valid yet",
@@ -182,7 +182,7 @@ def _wrong_clock(who: str, error: ssl.SSLError) -> IdentityError | None:
 
 
 def clock_problem(made: ssl.SSLContext) -> str | None:
-    """The reason if keys are not valid yet or any more by this machine's clock."""
+    """The problem where this machine's keys, by its clock, are not valid yet or not any more."""
     now = time.time()
     for authority in made.get_ca_certs():
         dates: dict[str, Any] = authority
@@ -201,7 +201,7 @@ def _date(seconds: float) -> str:
 
 @contextlib.contextmanager
 def explained(who: str) -> Iterator[None]:
-    """OpenSSL's errors about a peer, as IdentityError, or as OSError where a retry may help."""
+    """Turns OpenSSL's errors about a peer into IdentityError, or OSError where a retry may help."""
     try:
         yield
     except ssl.SSLError as error:
@@ -252,8 +252,8 @@ class TlsStream:
     # -- the handshake, before other threads know the stream --------------------------------------
 
     def shake_hands(self, deadline: float) -> None:
-        """Raises OSError, of which `explain` knows what ssl.SSLError means; TimeoutError at the
-        time.monotonic() of `deadline`."""
+        """Complete the handshake. Raises OSError, which includes the ssl.SSLError that `explained`
+        puts in words, and TimeoutError when time.monotonic() reaches `deadline`."""
         while True:
             try:
                 self._ssl.do_handshake()
@@ -272,13 +272,13 @@ class TlsStream:
             return
 
     def _let_it_arrive(self, deadline: float) -> None:
-        """A connection that is closed while something is unread takes back what it has sent."""
+        """Read to the end: closing a connection with unread bytes takes back what was sent."""
         self._plain.end_writes()
         while self._plain.read(self._received) != 0:
             _check(deadline)
 
     def certificate(self) -> Certificate:
-        """The other side's. Raises IdentityError when it names no process of a cluster."""
+        """The other side's certificate. IdentityError if it names no process of a cluster."""
         fields = self._ssl.getpeercert() or {}
         names: Any = fields.get("subjectAltName", ())
         try:
@@ -367,7 +367,7 @@ class TlsStream:
         return self._write(buffers, _PLAIN_BYTES, self._plain.write)
 
     def try_write(self, buffers: deque[memoryview], room: int) -> int:
-        # No byte of a single one could be held back.
+        # `_write` holds a byte back, which takes at least two.
         if room < 2 or len(buffers[0]) < 2:
             return 0
         return self._write(
@@ -377,8 +377,8 @@ class TlsStream:
     def _write(
         self, buffers: deque[memoryview], room: int, send: Callable[[deque[memoryview]], int]
     ) -> int:
-        """Encrypted bytes have to go out before anything else. While some are left, one
-        byte less is reported as written, so that the caller comes back with the same frame."""
+        """Encrypt and send at most `room` bytes; how many count as written. Encrypted bytes go
+        first. While some are left, one byte less counts, so that the caller comes with it again."""
         if not self._send_unsent(send):
             return 0
         done, self._owed = self._owed, 0
@@ -414,7 +414,7 @@ class TlsStream:
         small.clear()
 
     def _send_unsent(self, send: Callable[[deque[memoryview]], int]) -> bool:
-        """Whether all that is encrypted has been handed to the system."""
+        """Hand encrypted bytes to the system; whether all of them are handed over."""
         with self._lock:
             if encrypted := self._out.read():  # of the handshake, or an answer of the reading side
                 self._unsent.append(memoryview(encrypted))

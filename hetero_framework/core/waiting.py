@@ -10,12 +10,12 @@ from hetero_framework.errors import ProtocolError
 
 MOST_MESSAGES = 100_000
 MOST_FIELD_BYTES = 64 << 20
-"""Memory for the fields of waiting messages; no run has come near it. One may pass alone."""
+"""Most memory for the fields of waiting messages; no run has come near it. One may pass alone."""
 
 
 class Waiting:
-    """The messages that the reader of a link has handed on. Thread-safe. No wait: two processes
-    that each wait for the other to read would wait for ever."""
+    """Counts the messages that a link's reader has handed on. Thread-safe. It does not wait: two
+    processes that each wait for the other to read would wait for ever."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,7 +23,7 @@ class Waiting:
         self.field_bytes = 0
         self.tensor_bytes = 0
         self.most_tensor_bytes: int | None = None
-        """None: no separate bound. Tensors of a boundary are awaited ones (`Expectation`)."""
+        """Most bytes of waiting tensors. None: no bound; `Expectation` bounds boundary tensors."""
 
     def came(self, message: Message) -> None:
         """Count a message until its `seen` is called. Raises ProtocolError where too much waits."""
