@@ -36,10 +36,10 @@ from hetero_framework.models.verify.equivalence import (
 from hetero_framework.trainer.resolved import Resolved
 from hetero_framework.trainer.setup import shard_ranges
 
-# One row instead of many rounds otherwise: of all architectures the ones that keep samples apart
-# differ by 2e-5 or less, the others by 0.09 or more.
+# One row rounds otherwise than many rows. Architectures that keep samples apart differ by 2e-5 or
+# less, the others by 0.09 or more.
 PACKING_TOLERANCE = 1e-3
-# Longer than the sliding windows of tiny models (8), together longer than their positions (128).
+# Most are longer than the sliding windows of tiny models (8); all together exceed 128 positions.
 _PACKED_LENGTHS = (23, 2, 31, 12, 19, 27, 9, 14)
 
 
@@ -81,10 +81,10 @@ def admit_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str
 
 
 def try_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Packing:
-    """Whether samples of one row train as in padded rows, on a tiny copy, and by which attention.
+    """Try on a tiny copy whether samples of one row train as in padded rows, by which attention.
 
-    `VARLEN` is preferred to the library's mask over the row, which costs more. It also stands for
-    kernels of variable lengths, which do not run on a CPU: the positions are the same.
+    `VARLEN` is preferred to the library's mask over the row, which costs more. It is also tried in
+    place of kernels of variable lengths, which do not run on a CPU: the positions are the same.
     """
     asked = config._attn_implementation
     tried: dict[str | None, str | None] = {VARLEN: VARLEN, asked: asked}
@@ -131,8 +131,8 @@ class _Samples:
 def _packing_problem(
     config: PretrainedConfig, samples: _Samples, ranges: Sequence[ShardRange]
 ) -> str:
-    """Why samples cannot share a row under the configured attention; empty where they can: first
-    the whole model, in one row and padded; then the chain of shards and the whole, in one row."""
+    """Why samples cannot share a row under the configured attention; empty where they can. Compares
+    the whole model on one row and on padded rows, then the chain of shards and the whole."""
     try:
         whole, shards = build_both(config, ranges, None)
         loss = whole_step(whole, samples.packed, samples.items, config)

@@ -3,7 +3,7 @@
 transformers tells samples of one row apart by their positions. For torch's attention it makes a
 mask over the whole row, which then costs as much as one long sample. This attention cuts the row
 where positions start at 0 again: it is exact, needs no mask, and costs what the samples cost. Not
-every model passes positions to its attention; `models/verify/equivalence.py` tries it first.
+every model passes positions to its attention; `packing.py` tries it first.
 
 Shapes: H heads (K of keys and values), T tokens of the row, L tokens of a sample, E size of a head.
 """
@@ -22,7 +22,7 @@ VARLEN = "per_sample"
 
 
 def register_per_sample() -> None:
-    """Make it known to transformers, for models whose configuration names `VARLEN`."""
+    """Make the attention known to transformers, for models whose configuration names `VARLEN`."""
     # No mask function of this name: transformers makes no mask, and does not look at the positions
     # to see whether it needs one, which would wait for the device.
     AttentionInterface.register(VARLEN, per_sample_attention)
@@ -55,8 +55,8 @@ def per_sample_attention(
 
 
 def sample_lengths(position_ids: torch.Tensor) -> list[int]:
-    """Tokens of each sample of a row. Remembered, and read from the CPU tensor of a copy on a
-    device: every layer asks, and a device answers slowly."""
+    """Tokens of each sample of a row. They are remembered, and read from the CPU tensor of which a
+    device has the copy: every layer asks, and a device answers slowly."""
     positions: Any = position_ids
     if not hasattr(positions, "_hetero_lengths"):
         row = getattr(positions, "_hetero_host", position_ids).reshape(-1)
@@ -104,7 +104,7 @@ def _spelled_out(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Features that torch's kernels lack: capped scores (Gemma 2), attention sinks (gpt_oss)."""
+    """Attention that torch's kernels lack: capped scores (Gemma 2), attention sinks (gpt_oss)."""
     groups = query_1HLE.shape[1] // key_1KLE.shape[1]
     key_1HLE, value_1HLE = (t.repeat_interleave(groups, dim=1) for t in (key_1KLE, value_1KLE))
     scale = query_1HLE.shape[-1] ** -0.5 if scaling is None else scaling

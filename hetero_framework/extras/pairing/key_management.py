@@ -51,8 +51,8 @@ _print = partial(print, flush=True)
 
 
 def prepare_keys(config: Config, keys: KeyDirectory) -> bool:
-    """On the coordinator's machine: make the authority and the coordinator's key where they are
-    needed and missing; return whether they were made."""
+    """Make the authority and the coordinator's key on the coordinator's machine, where they are
+    needed and missing. Returns whether they were made."""
     here = addresses.is_local_address(config.coordinator.ip)
     remote = [w for w in config.planned_workers if not addresses.is_loopback(w.ip)]
     if not here or not remote or keys.processes():
@@ -68,8 +68,9 @@ def invite(
     port: int | None = None,
     say: Say = _print,
 ) -> None:
-    """Print for each worker the line to be pasted on its machine, and wait until they have joined.
-    Raises IdentityError for one that did not, UserError, and NetworkError for a port in use."""
+    """Print for each worker the line to paste on its machine, and wait until all have joined.
+    Raises IdentityError for workers that did not join, UserError, and NetworkError for a port in
+    use."""
     known = {str(worker.id): worker.id for worker in config.workers}
     for worker in workers:
         if worker not in known:
@@ -89,15 +90,15 @@ def invite_islands(
     port: int | None = None,
     say: Say = _print,
 ) -> None:
-    """`invite` for islands, on the machine of the lighthouse, which has this address; `keys` are
-    those of the islands."""
+    """`invite` for islands, on the lighthouse's machine, which has this `address`. `keys` is the
+    key directory of the islands."""
     for name in names:
         checked_name(name)
     _invite(keys, dict.fromkeys(names, ""), None, address, port, say)
 
 
 def lighthouse_address(config: Config | None, host: str | None) -> tuple[str, int]:
-    """The address at which islands reach this machine: at `host`, if it is given."""
+    """The address at which islands reach this machine, with `host` if it is given."""
     if config is not None and (island := config.setting("island")) is not None:
         configured, port = island.lighthouse_address
         return host or configured, port
@@ -115,7 +116,7 @@ def checked_name(name: str) -> str:
 
 
 def _listener(host: str, usual: int, wanted: int | None) -> Listener:
-    """At the port that is wanted, else the usual one, or any free one where a run has that."""
+    """Listen at the wanted port, else at the usual one, or at a free one if that is in use."""
     port = wanted or usual
     if wanted is None and not addresses.port_is_free(host, port):
         _log.info("port %d is in use, by a run perhaps; the line names another one", port)
@@ -131,7 +132,7 @@ def _invite(
     port: int | None,
     say: Say,
 ) -> None:
-    """`invited`: the members, with the known facts of each machine."""
+    """Invite members and wait for them. `invited` has the known facts of each one's machine."""
     authority, made = certificates.ensure_authority(keys)
     if made:
         _log.info("made the authority of a new cluster: %s", keys.path)
@@ -174,7 +175,7 @@ def _wait(inviting: Inviting, listener: Listener) -> None:
 
 def join_cluster(address: str, token: str, file: Path, keys: KeyDirectory) -> PairedMachine:
     """Make this machine the worker or island that it was invited as: write its key, and a worker's
-    configuration as `file`; another file of that name is kept beside it."""
+    configuration to `file`. An earlier file with other content is kept beside it."""
     try:
         host, port = split_address(address.strip())
     except ValueError as error:
@@ -267,8 +268,8 @@ def findings(view: MachineView) -> Iterator[Problem]:
 
 
 def problems(config: Config | None, keys: KeyDirectory) -> Iterator[Problem]:
-    """All problems of the keys here: damaged, of another authority than the one here or the other
-    keys, revoked, missing from its lists, of no worker of this configuration, or stale."""
+    """All problems of the keys here. A key may be damaged, revoked, out of its time, missing from
+    the list of certificates, of another authority, or of no worker in the configuration."""
     for left_over in keys.left_overs():
         text = f"{left_over} was left by a change of keys that was interrupted"
         yield text, "delete it; the next change of keys does so, too. The other files are whole"
@@ -325,7 +326,7 @@ def _again(keys: KeyDirectory, process: str) -> str:
 def _wrong_lists(
     keys: KeyDirectory, ours: str | None, listed: Mapping[int, certificates.Issued], gone: Set[int]
 ) -> Iterator[Problem]:
-    """Contradictions to the authority here, whose cluster is `ours`."""
+    """Contradictions between the lists and the authority here, whose cluster is `ours`."""
     path = keys.path / ISSUED
     if ours is None:
         if listed:
@@ -374,8 +375,8 @@ def export(
     *,
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write keys of workers, or without a configuration of islands, as files, to be copied in place
-    of pairing."""
+    """Write keys as files to be copied by hand instead of pairing: keys of workers, or of islands
+    where `config` is None."""
     known = [str(worker.id) for worker in config.workers] if config is not None else []
     if config is None and not names:
         raise UserError("hetero keys export --islands needs the islands' names")

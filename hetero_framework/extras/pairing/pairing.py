@@ -4,12 +4,12 @@
 `hetero join` connects, and then:
 
 1. The inviting side sends the authority's certificate, which is no secret.
-2. The joining side compares its hash with the token's. Nothing was sent before, and nothing is
-   sent where they differ.
-3. TLS, in which the inviting side shows the certificate of the keeper of that authority: the
-   coordinator, which invites workers, or the lighthouse, which invites islands.
-4. The joining side makes a key, which never leaves it, and sends a signing request with an HMAC of
-   the secret over it, and the secret's first bytes, which say which invitation it means.
+2. The joining side compares the certificate's hash with the token's. It has sent nothing before,
+   and sends nothing where the hashes differ.
+3. TLS begins. The inviting side shows the certificate of that authority's keeper: the coordinator,
+   which invites workers, or the lighthouse, which invites islands.
+4. The joining side makes a key, which never leaves it. It sends a signing request, an HMAC of the
+   secret over the request, and the secret's first bytes, which name the invitation.
 5. It gets its certificate, its name and the configuration, if there is one, and confirms.
 """
 
@@ -49,7 +49,7 @@ MAX_WRONG = 5
 _ALPN = "hetero-join/2"
 _SECRET_BYTES = 16
 _NAME_BYTES = 4
-"""Bytes of the secret that are sent: a wrong try then counts against one invitation alone."""
+"""Bytes of the secret that name its invitation: a wrong try counts against that one alone."""
 _LENGTH = struct.Struct(">I")
 _MAX_CERTIFICATE_BYTES = 4096
 _MAX_ANSWER_BYTES = 4 << 20
@@ -69,7 +69,7 @@ class Token:
 
     @classmethod
     def parse(cls, text: str) -> Token:
-        """Raises IdentityError."""
+        """The token in a pasted text. Raises IdentityError."""
         parts = text.strip().split("-")
         with suppress(ValueError):
             kind, authority, secret = parts
@@ -83,7 +83,7 @@ class Token:
 
     @property
     def name(self) -> str:
-        """The name of its invitation: no secret, but known to no other."""
+        """The name of the token's invitation: no secret, but others do not know it."""
         return self.secret[:_NAME_BYTES].hex()
 
     def proof(self, request: bytes) -> str:
@@ -102,7 +102,7 @@ def _bytes(text: str) -> bytes:
 
 @dataclass
 class Invitation:
-    """One invitation: good once, until `until` (time.monotonic()), for MAX_WRONG - 1 mistakes."""
+    """One invitation. It is good once, until `until` (time.monotonic()), or MAX_WRONG mistakes."""
 
     process: WorkerId
     token: Token
@@ -164,7 +164,7 @@ class Inviting:
         raise AssertionError("nobody is dialled")
 
     def accepted(self, stream: Stream) -> tuple[Stream, Identity | None]:
-        """The whole conversation."""
+        """Hold the whole conversation with a joining machine."""
         try:
             deadline = time.monotonic() + timeouts.STRANGER_S
             der = self._authority.certificate_der
@@ -186,8 +186,8 @@ class Inviting:
             raise
 
     def _take(self, name: str, request: bytes, proof: str) -> Invitation | None:
-        """The invitation of this name, if this proves to have it; it is used from now on. Nothing
-        is remembered of names that no invitation has."""
+        """The invitation of this name, if `proof` shows its secret; it is taken from now on.
+        Nothing is remembered of names that no invitation has."""
         with self._lock:
             now = self._clock()
             for entry in self.invitations:
@@ -228,7 +228,7 @@ _REFUSED = "no open invitation has this token: it is used, over or of another `h
 
 
 def _request(note: dict[str, Any]) -> tuple[str, bytes, str]:
-    """The name of an invitation, a signing request, not looked at yet, and its proof. Raises
+    """The name of an invitation, a signing request that is not checked yet, and its proof. Raises
     ValueError."""
     name, request, proof = (note.get(field) for field in ("invitation", "request", "proof"))
     if not (isinstance(name, str) and isinstance(request, str) and isinstance(proof, str)):
@@ -240,7 +240,7 @@ def _request(note: dict[str, Any]) -> tuple[str, bytes, str]:
 
 @dataclass(frozen=True)
 class PairedMachine:
-    """The identity of the joining machine from now on."""
+    """What a joining machine gets: its identity, its key bundle, and a worker's configuration."""
 
     identity: Identity
     bundle: bytes
@@ -254,8 +254,8 @@ def join(
     keep: Callable[[PairedMachine], None],
     timeout_s: float = 15.0,
 ) -> PairedMachine:
-    """Have this machine join under its invited name; `keep` writes what it got, before it is
-    confirmed. Raises IdentityError, and NetworkError when there is no answer."""
+    """Have this machine join under its invited name. `keep` writes what the machine got, before it
+    confirms. Raises IdentityError, and NetworkError when there is no answer."""
 
     def secure(stream: Stream) -> Stream:
         """Nothing is sent before the other side has shown the authority of the token."""

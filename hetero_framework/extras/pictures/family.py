@@ -21,7 +21,7 @@ from hetero_framework.models.cut.shard import stated
 
 
 class Pictures(Chains):
-    """A classifier is a chain of the part in front of its blocks, the blocks, and the rest."""
+    """Cuts a classifier as a chain: the part in front of its blocks, each block, and the rest."""
 
     def read(self, model: ModelConfig, base_dir: Path) -> ImageConfig:
         config, place = stated(model, base_dir)
@@ -36,7 +36,7 @@ class Pictures(Chains):
         return ImageConfig(config.to_dict(), source, model.revision, forms=forms_of(model))
 
     def tiny(self, config: PretrainedConfig) -> ImageConfig:
-        """With random weights, for pictures of the size that the configuration names."""
+        """A classifier with random weights, for pictures of the configuration's size."""
         size = getattr(config, "image_size", None) or 224
         sides = [size, size] if isinstance(size, int) else size
         shape = (getattr(config, "num_channels", 3), *sides)
@@ -53,7 +53,7 @@ class Pictures(Chains):
         return replace(result, model_type=name, subject=subject, task="image-classification")
 
     def saved(self, config: Any) -> PretrainedConfig:
-        """The classifier's own."""
+        """The classifier's own configuration."""
         classifier: PretrainedConfig = config.of_classifier
         return classifier
 
@@ -65,8 +65,8 @@ class Pictures(Chains):
 
 
 class ImageLoss(ChainLoss):
-    """The loss of transformers' image classifiers: of a class for each picture, of several labels,
-    or of measures."""
+    """The loss of transformers' image classifiers, for pictures with one class, several labels or
+    measures."""
 
     averages_means, predicts = False, True
 

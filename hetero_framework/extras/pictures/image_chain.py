@@ -1,11 +1,11 @@
 """Image classifiers of transformers as chains: the part in front of their blocks, each block, and
 the part behind them.
 
-Each part is the model's own class and runs its own forward. Blocks of other parts give outputs
-without data (on the meta device): sizes and switches that a block is given, and all that the code
-around blocks makes of their outputs' shapes, are those of that forward. A part behind the first
+Each part is a model of the original class and runs its whole forward, in which the blocks of other
+parts return outputs without data (on the meta device). So the sizes and switches that a block gets,
+and all that code around blocks makes of shapes, are as in the whole model. A part behind the first
 block gets the hidden state as the output of the block before, so code between blocks runs, too. A
-tensor that goes around the blocks would meet one without data, and such a model is refused.
+tensor that goes around the blocks would meet a tensor without data: such a model is refused.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_libra
 from hetero_framework.units import plural
 
 _META = torch.device("meta")
-_PROBE_ROWS = 31  # a first axis that is a multiple of this prime is taken for that of pictures
+_PROBE_ROWS = 31  # a first axis that is a multiple of this prime is taken for the pictures
 
 
 class ImageConfig(ChainConfig):
-    """The configuration of a classifier as a chain: `classifier` is transformers' own, as JSON
-    types; its weights are those of `source`, or random without one."""
+    """The configuration of a classifier as a chain. `classifier` is transformers' own
+    configuration, as JSON types. The weights come from `source`; without it they are random."""
 
     model_type = "image-classification"
 
@@ -54,7 +54,7 @@ class ImageConfig(ChainConfig):
 
     @property
     def of_classifier(self) -> PretrainedConfig:
-        """transformers' own, which names its class."""
+        """transformers' own configuration, which names the model's class."""
         fields = dict(self.classifier)
         return config_for(
             AutoConfig.for_model(fields.pop("model_type"), **fields), "image-classification"
@@ -134,8 +134,8 @@ class ImageConfig(ChainConfig):
 
 
 class _Calls:
-    """The calls of the blocks in one forward on the meta device: the first one's hidden state, and
-    the output of each and the hidden state in it."""
+    """The calls of the blocks in one forward on the meta device: the hidden state that the first
+    block gets, each block's output, and the hidden state in that output."""
 
     def __init__(self, model: Any, blocks: list[nn.Module], pixels: tuple[int, ...]) -> None:
         self.pixels = torch.empty(_PROBE_ROWS, *pixels, device=_META)
@@ -226,7 +226,7 @@ def _blocks_of(model: Any, pixels: tuple[int, ...]) -> tuple[str, _Calls]:
 
 
 def _owners(model: Any, blocks: str, calls: _Calls) -> dict[str, int]:
-    """The part of each parameter and buffer. Raises ArchitectureError for one of two parts."""
+    """The part of each parameter and buffer. Raises ArchitectureError where two parts use one."""
     owners = {}
     for name, _ in [*model.named_parameters(), *model.named_buffers()]:
         prefix, _, rest = name.partition(f"{blocks}.")
@@ -277,7 +277,7 @@ class _Absent(nn.Module):
 
     def __init__(self, block: nn.Module, output: Any) -> None:
         super().__init__()
-        self._block = (block,)  # beside the modules
+        self._block = (block,)  # in a tuple, so as no submodule
         self.forward = output
 
     def __getattr__(self, name: str) -> Any:
@@ -344,21 +344,21 @@ class ImagePart(nn.Module):
         return logits
 
     def _without_data(self, probe: Tensor) -> Tensor:
-        """A tensor like the one of the probe, for the pictures of this micro-batch."""
+        """A tensor without data, shaped like the probe's for the pictures of this micro-batch."""
         shape = list(probe.shape)
         if shape and shape[0] % _PROBE_ROWS == 0:
             shape[0] = shape[0] // _PROBE_ROWS * len(self._hidden)
         return torch.empty(shape, dtype=probe.dtype, device=self._nowhere.device)
 
     def _output_of(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """What an absent block returns; of the one before this part, with the hidden state."""
+        """What an absent block returns. The block just before this part returns the real input."""
         output = tree_map_only(Tensor, self._without_data, self._calls.outputs[index])
         if index == self._number - 2:
             output = put_at(output, _first(output)[0], self._hidden)
         return output
 
     def _entered(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The first block is reached: by the part in front of it, which ends, or by its own."""
+        """Called before the first block. Part 0 ends here; part 1 puts its own input there."""
         way, hidden = _first((args, kwargs))
         if self._number == 0:
             self._hidden = hidden

@@ -1,10 +1,10 @@
 """Losses of pairs, by their names in training.loss_type.
 
-They are those of TRL's DPOTrainer and CPOTrainer (1.16), which name their papers. A loss is a
-function of `Pairs` and of the settings that its other parameters are called like. Without torch:
-configurations are checked by this table.
+They equal the losses of TRL's DPOTrainer and CPOTrainer (1.16), which name their papers. A loss is
+a function of `Pairs` and of the settings that its other parameters name. The module does not import
+torch, since configurations are checked by its table.
 
-Shapes: P pairs, B = 2 P rows, first the chosen ones.
+Shapes: P pairs, B = 2 P rows, chosen rows first.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Pairs:
-    """How much likelier the answers are than for the reference (of "cpo": their log-probabilities),
-    and the log-probabilities and lengths of all rows."""
+    """The log-ratio of each answer to the reference (for "cpo" its log-probability), and the
+    log-probabilities and lengths of all rows."""
 
     chosen_P: Tensor
     rejected_P: Tensor
@@ -39,8 +39,8 @@ class Pairs:
 
 @dataclass(frozen=True)
 class PairLoss:
-    """`function` makes the loss of each pair, or their mean, and `averages` says whether of means
-    over tokens in place of sums. `check` raises ValueError for settings that do not go with it."""
+    """A loss. `function` gives the loss of each pair, or their mean. With `averages` it gets means
+    over tokens in place of sums. `check` raises ValueError for settings that do not fit."""
 
     function: Callable[..., Any]
     averages: bool
@@ -64,7 +64,7 @@ class PairLoss:
 
 
 PAIR_LOSSES: dict[str, dict[str, PairLoss]] = {"dpo": {}, "cpo": {}}
-"""By objective and name, the default first."""
+"""The losses by objective and name, the default first."""
 
 
 def register_pair_loss(
@@ -73,8 +73,8 @@ def register_pair_loss(
     averages: bool = False,
     check: Callable[[Any], None] = lambda training: None,
 ) -> Callable[[_F], _F]:
-    """Decorator: the function is the loss of this name, of "dpo" unless objectives are named. In a
-    file of --import, on every machine."""
+    """Decorator that makes a function the loss of this name, of "dpo" unless objectives are named.
+    For a file of --import, on every machine."""
 
     def register(function: _F) -> _F:
         for objective in objectives or ("dpo",):

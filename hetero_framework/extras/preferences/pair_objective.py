@@ -1,9 +1,9 @@
 """An objective of answers: the chosen one of a pair becomes likelier than the rejected one.
 
-Of the tokens only sums over rows are kept, made in loss chunks that are computed twice: the
-last stage needs the memory of next-token training.
+Only sums over the tokens of each row are kept. They are made in loss chunks that are computed
+twice, so that the last stage needs only the memory of next-token training.
 
-Shapes: P pairs, B = 2 P rows, first the chosen ones; S tokens, V vocabulary; C sums of a row.
+Shapes: P pairs, B = 2 P rows, chosen rows first; S tokens, V vocabulary; C sums of a row.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ METRICS = (
     *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected"),
 )
-"""Of all pairs; an objective may have further ones."""
+"""Metrics of all pairs; an objective may have further metrics."""
 LOGITS = ("logits/chosen", "logits/rejected")
 
 
 class PairObjective(ChunkedObjective):
-    """A batch has the two rows of each pair, whose labels are the answers' tokens."""
+    """Learns from batches with two rows for each pair, whose labels are the answers' tokens."""
 
     def __init__(
         self, training: TrainingConfig, id_layers: frozenset[int] = frozenset(), *further: str
     ) -> None:
-        """`further`: names of metrics behind METRICS."""
+        """`further` names the metrics that follow METRICS."""
         super().__init__(training.loss_chunk_tokens, id_layers)
         own = PreferenceSettings.of(training)
         self._training, self._beta = own, own.beta
@@ -55,20 +55,20 @@ class PairObjective(ChunkedObjective):
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """What decides, first: the shares of pairs that are in order, margins and rewards."""
+        """The metrics to show first: the share of pairs in the right order, margins, rewards."""
         first = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
         return tuple(name for name in first if name in self.metric_names)
 
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """Micro-batches, each the mean of its examples, as TRL divides them."""
+        """Counts micro-batches: the loss of each is the mean of its examples, as in TRL."""
         return len
 
     def prediction_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """Examples, such as pairs."""
+        """Counts examples, such as pairs."""
         return lambda batches: sum(len(batch["labels"]) // self._each for batch in batches)
 
     def targets(self, inputs: Inputs) -> tuple[Tensor, ...]:
-        """Tensors [B, S] by which the log-probabilities of a row are added up."""
+        """The tensors [B, S] that say which log-probabilities of a row are added up."""
         return (inputs["labels"],)
 
     def seen(self, inputs: Inputs) -> Tensor:
@@ -77,11 +77,11 @@ class PairObjective(ChunkedObjective):
 
     @abstractmethod
     def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
-        """Sums over each row, C times [B], from logits and the targets of the tokens behind."""
+        """C sums over each row, each [B], from the logits and the targets of the next tokens."""
 
     @abstractmethod
     def mean_loss(self, inputs: Inputs, sums_BC: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean loss of the examples, and what comes with it, detached: their `means`."""
+        """The mean loss of the examples, and the detached tensors that come with it: `means`."""
 
     def loss(
         self,
@@ -123,7 +123,7 @@ class PairObjective(ChunkedObjective):
         sums_BC = torch.cat(list(rows.values())).requires_grad_(trains)
         loss, named = self._value(inputs, sums_BC, num_items, trains=trains)
         if backward is not None:
-            # What each sum is worth to the loss; then each loss chunk once more, with gradients.
+            # First the loss's gradient for each sum, then each loss chunk again with gradients.
             backward(loss)
             worth_BC = sums_BC.grad
 
@@ -145,8 +145,8 @@ class PairObjective(ChunkedObjective):
         trains: bool,
         routing: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch from the sums of its rows and what routers add, and what comes
-        with it."""
+        """The loss of a micro-batch, from the sums of its rows and the routers' losses, and the
+        named tensors that come with it."""
         columns = 3 if self._measures else 1
         loss, named = self.mean_loss(inputs, sums_BC[:, :-columns])
         if routing is not None:
@@ -157,7 +157,7 @@ class PairObjective(ChunkedObjective):
         return (loss if trains else loss * (len(sums_BC) // self._each)) / num_items, named
 
     def looks(self, inputs: Inputs, sums_BC: Tensor, counts_B: Tensor) -> list[Tensor]:
-        """LOGITS and TOKEN_METRICS from sums over the `seen` tokens, of which rows have counts."""
+        """LOGITS and TOKEN_METRICS, from each row's sums over `seen` tokens and their counts."""
         found_B, counts = sums_BC[:, 0].chunk(2), counts_B.chunk(2)
         means = [
             share_P.sum() / count_P.sum() for share_P, count_P in zip(found_B, counts, strict=True)
@@ -168,7 +168,7 @@ class PairObjective(ChunkedObjective):
         return means
 
     def means(self, logps_B: Tensor, rewards_B: Tensor, *further: Tensor) -> dict[str, Tensor]:
-        """What `metrics` wants: METRICS, each the mean over pairs, and further means."""
+        """The means that `metrics` reads: METRICS as means over pairs, then `further`."""
         chosen_P, rejected_P = (self._beta * rewards_B).chunk(2)
         likely = [half_P.mean() for half_P in logps_B.chunk(2)]
         better = (chosen_P > rejected_P).float().mean()
@@ -188,14 +188,14 @@ class PairObjective(ChunkedObjective):
     def _sums(
         self, logits_BSV: Tensor, targets: tuple[Tensor, ...], seen_BS: Tensor | None
     ) -> Tensor:
-        """`sums`, and those of the seen tokens behind them."""
+        """`sums`, followed by the sums over the seen tokens."""
         if logits_BSV.shape[:-1] != targets[0].shape:
             raise ArchitectureError(
                 f"the model makes logits of {list(logits_BSV.shape)} for labels of"
                 f" {list(targets[0].shape)}: its answers have no probabilities",
                 hint='set training.objective to "sft"',
             )
-        # Targets are moved, since a part of the logits would cost their backward a copy.
+        # Targets are moved instead of logits, whose slice would cost their backward a copy.
         moved = [pad(target[:, 1:], (0, 1), value=IGNORE_INDEX) for target in targets]
         logits_BSV = logits_BSV.float()
         found = self.sums(logits_BSV, *moved)
@@ -219,7 +219,7 @@ def means_table(named: Sequence[Mapping[str, Tensor]], count: int) -> Tensor:
 
 
 def log_probabilities(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-    """Of each label, [B, S]; 0 where there is none."""
+    """The log-probability of each label, [B, S]; 0 where there is no label."""
     losses = cross_entropy(
         *(logits_BSV.flatten(0, 1), labels_BS.flatten()),
         reduction="none",
@@ -229,5 +229,5 @@ def log_probabilities(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
 
 
 def lengths_of(labels_BS: Tensor) -> Tensor:
-    """Labels of each row that are predicted."""
+    """The number of labels in each row that are predicted."""
     return labels_BS[:, 1:].ne(IGNORE_INDEX).sum(1)

@@ -1,7 +1,8 @@
-"""Preferences: an answer that was chosen and one that was rejected, for the same prompt.
+"""Preferences: a chosen and a rejected answer to the same prompt.
 
-Token ids and labels equal those of TRL's DPOTrainer (1.16): all answers of a record are tokenised
-together with the prompt and begin where one of them parts from the prompt alone.
+Token ids and labels equal those of TRL's DPOTrainer (1.16): each answer of a record is tokenised
+together with the prompt. All answers begin at the first token where one of these rows differs from
+the prompt alone.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _HINT = "they need chosen and rejected, as texts or messages, and a prompt unles
 
 @dataclass(frozen=True)
 class AnswerRows:
-    """Of `kind`, with R rows each: example i is rows R i (of a pair the chosen one) and those up to
-    R i + R. `reference` are the REFERENCE of each, float32 [examples, R]."""
+    """Examples of `kind`, with R rows each. Example i has the rows from R i (a pair's chosen row)
+    up to R i + R. `reference` holds the REFERENCE of each, float32 [examples, R]."""
 
     rows: Examples
     kind: str = "pairs"
@@ -54,7 +55,7 @@ class AnswerRows:
 
     @property
     def each(self) -> int:
-        """Rows of an example."""
+        """The number of rows of an example."""
         return rows_of(self.kind)
 
     def __len__(self) -> int:
@@ -89,8 +90,8 @@ def collate_answers(
     pad_token_id: int,
     multiple: int | None,
 ) -> MicroBatch:
-    """As `collate`, the first row of each example, then their second ones, in the same order; for
-    rated answers with a column "desirable", 0 or 1, for compared ones "margin", if they have it."""
+    """`collate` of the first row of each example, then of the second rows in the same order. Rated
+    answers get a column "desirable", 0 or 1; compared answers get "margin", if they have it."""
     numbers = np.asarray(indices, np.int64)
     rows = np.concatenate([answers.each * numbers + row for row in range(answers.each)])
     batch = collate(answers.rows, rows, pad_token_id, multiple)
@@ -124,7 +125,7 @@ class PairFormatter(Formatter):
         return self._behind_prompt(with_prompt(record), *self.answers)
 
     def _behind_prompt(self, record: Record, *names: str) -> list[Tokens]:
-        """The prompt with each of the answers under these names."""
+        """The rows of the prompt with each of the answers under these names."""
         if self._are_messages(record, names[0]):
             self.use(record, "prompt", *names, *CONVERSATION_FIELDS)
             prompt, dialogues = self._dialogues(record, *names)
@@ -142,8 +143,8 @@ class PairFormatter(Formatter):
 
 
 class ComparisonFormatter(PairFormatter):
-    """Tokenises pairs as TRL's RewardTrainer (1.16) does: all of both answers counts. A pair that
-    has one longer than max_length is left out."""
+    """Tokenises pairs as TRL's RewardTrainer (1.16) does: all tokens of both rows count. A pair
+    with a row longer than max_length is left out."""
 
     keeps_whole = True
 
@@ -167,7 +168,7 @@ class ComparisonFormatter(PairFormatter):
         return [(ids, [True] * len(ids)) for ids in rows]
 
     def targets(self, records: list[Record]) -> list[Sequence[float]]:
-        """The margin of each, if they have one."""
+        """The margin of each pair, if pairs have margins."""
         for record in records:
             margin: Any = record.fields.get(MARGIN)
             is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
@@ -185,8 +186,8 @@ class ComparisonFormatter(PairFormatter):
 
 
 def with_prompt(record: Record) -> Record:
-    """A pair with the prompt that it has or implies. Raises DataError for one without answers, or
-    whose question is lost."""
+    """A pair with the prompt that it has or implies. Raises DataError for a pair without answers,
+    or whose prompt would be lost."""
     pair = _given(record)
     fields = pair.fields
     texts = [fields[name] for name in PAIR[1:] if isinstance(fields[name], str)]
@@ -219,8 +220,8 @@ def _given(record: Record) -> Record:
 
 
 def _split(chosen: str, rejected: str) -> dict[str, str]:
-    """The prompt that two texts begin with, and the rest of each, as TRL finds it, but for letters
-    of a first word: these are no prompt."""
+    """The prompt that two texts begin with, and the rest of each. They are split as in TRL, except
+    that the first letters of a word are no prompt."""
     most = max(min(len(chosen), len(rejected)) - 1, 0)
     index = next((k for k in range(most) if chosen[k] != rejected[k]), most)
     if not re.search(r"\S\s", chosen[:index]):

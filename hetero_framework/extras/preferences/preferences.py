@@ -2,8 +2,8 @@
 
 Losses and metrics are those of TRL's DPOTrainer and KTOTrainer (1.16), which name their papers.
 
-Shapes: P pairs, B = 2 P rows, first the chosen ones; S tokens, V vocabulary; C sums of a row; of
-rated answers N, B = N or 2 N rows, first the answers, then the same prompts with others.
+Shapes: P pairs, B = 2 P rows, chosen rows first; S tokens, V vocabulary; C sums of a row. N rated
+answers have B = N or 2 N rows: first the answers, then the same prompts with other answers.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ SIDES = ("chosen", "rejected")
 
 
 def can_switch(plan: AdapterPlan | None) -> bool:
-    """Whether the model is as it was before the training while its adapter is switched off."""
+    """Whether the model without its adapter is as it was before the training."""
     if plan is None or plan.weights is not None or plan.rewrites_base:
         return False
     return bool(plan.lora_config.bias == "none")
 
 
 class Referenced(PairObjective):
-    """A batch also has the log-probability of each answer by the reference; without these the loss
-    is none, and LOGPS come with it."""
+    """Learns beside a reference: a batch also has each answer's log-probability by the reference.
+    Without these numbers the loss is 0, and LOGPS come with it."""
 
     has_reference = True
 
@@ -86,11 +86,11 @@ class Referenced(PairObjective):
     def compared(
         self, inputs: Inputs, sums_BC: Tensor, ratios_B: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`mean_loss`, from how much likelier each row is than for the reference."""
+        """`mean_loss`, from each row's log-probability minus the reference's (`ratios_B`)."""
 
 
 class Preferences(Referenced):
-    """DPO."""
+    """The objective of DPO."""
 
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
         super().__init__(training, id_layers)
@@ -121,7 +121,7 @@ class Preferences(Referenced):
         return inputs["labels"], self._weights(inputs["labels"])
 
     def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
-        """Of an answer: its weighted log-probabilities, the plain ones, and what weights pairs."""
+        """Each answer's weighted log-probabilities, its plain ones, and the terms of weights."""
         labels_BS, weights_BS = targets_BS
         logps_BS = log_probabilities(logits_BSV, labels_BS)
         aligned_B = logps_BS.new_zeros(len(logps_BS))
@@ -134,7 +134,7 @@ class Preferences(Referenced):
         return [weighted_B, plain_B, aligned_B]
 
     def _weights(self, labels_BS: Tensor) -> Tensor:
-        """Of each label: 1, or ld_alpha beyond the length of the pair's shorter answer."""
+        """A weight for each label: 1, or ld_alpha beyond the length of the shorter answer."""
         if self._ld_alpha is None:
             return labels_BS
         is_label_BS = labels_BS.ne(IGNORE_INDEX)
@@ -146,7 +146,7 @@ class Preferences(Referenced):
 
 
 class Ratings(Referenced):
-    """KTO: each answer by itself, beside how far the model is from the reference on average."""
+    """KTO: judges each answer alone, against the model's average distance from the reference."""
 
     def __init__(self, training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> None:
         super().__init__(training, id_layers)
@@ -185,7 +185,7 @@ class Ratings(Referenced):
         return [*means, *(sums_NC[:, 1:2].sum(0) / counts_N.sum())]
 
     def metrics(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """Each over the micro-batches with such answers."""
+        """The mean of each metric over the micro-batches that have such answers."""
         if not named:
             return {}
         table = self.table(named)
@@ -196,5 +196,5 @@ class Ratings(Referenced):
 
 
 def _mean(sums_N: Tensor, counts_N: Tensor, side_N: Tensor) -> Tensor:
-    """Over the answers of a side; NaN where there are none. No number leaves the device."""
+    """The mean over a side's answers; NaN where there are none. No number leaves the device."""
     return sums_N.where(side_N, 0.0).sum() / counts_N.where(side_N, 0).sum()

@@ -1,8 +1,8 @@
-"""Rated answers: one for a prompt, and whether it is desirable.
+"""Rated answers: one answer to a prompt, and whether it is desirable.
 
 Examples, their order and token ids equal those of TRL's KTOTrainer (1.16). For the estimate of how
-far the model is from the reference, each prompt is also put before the answer of its neighbour in
-the micro-batch: the one before it, of the first one the last.
+far the model is from the reference, each prompt is also put before another answer of its
+micro-batch: the answer of the example before it, and for the first example the last answer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HINT = "rated answers need prompt, completion and label; pairs of answers chose
 
 
 def unpaired(records: Iterator[Record]) -> Iterator[Record]:
-    """Two examples of each pair, where the first record is one."""
+    """The records, where each pair becomes two examples, if the first record is a pair."""
     first = next(records, None)
     if first is None:
         return
@@ -63,7 +63,7 @@ def unpaired(records: Iterator[Record]) -> Iterator[Record]:
 
 
 class RatingFormatter(PairFormatter):
-    """Tokenises rated answers: the row of each; for "mismatched" ones also the answer alone."""
+    """Tokenises rated answers, a row each. "mismatched" examples get the answer alone, too."""
 
     def __init__(self, kind: str, tokenizer: PreTrainedTokenizerBase, options: DataConfig) -> None:
         super().__init__("preference", tokenizer, options)
@@ -94,10 +94,10 @@ class RatingFormatter(PairFormatter):
         return found
 
     def targets(self, records: list[Record]) -> list[Sequence[float]]:
-        """Whether each is desirable."""
+        """Whether each answer is desirable, as 1 or 0."""
         for record in records:
             label = record.fields.get("label")
-            names = getattr(label, "names", ())  # of classes, in an order that may be any
+            names = getattr(label, "names", ())  # of classes, which may be in any order
             if label not in (True, False) or names:
                 found = "there is none" if label is None else f"found {json_type(label)}"
                 found = f"found one of the classes {listed(names)}" if names else found

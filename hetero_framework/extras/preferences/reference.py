@@ -1,9 +1,9 @@
 """The reference of a preference training: what the model said of each answer before it was
 trained.
 
-It is asked in one pass before the first step for a number for each answer. The numbers are kept
-with the run's results, for when it goes on, under whatever plan, and in the cache for other runs
-that compute the same numbers on the same machines.
+One pass before the first step asks it for a number for each answer. The numbers are kept with the
+run's results, for a run that goes on under whatever plan. They are also kept in the cache, for
+other runs that compute the same numbers on the same machines.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from hetero_framework.units import plural
 
 _log = logging.getLogger(__name__)
 REFERENCES = "references"
-"""In the cache, and in output_dir for the run itself."""
+"""Name of the folder with the numbers, in the cache and in a run's output_dir."""
 
 
 class Reference:
-    """Asks the reference through the stages of a run. `is_precomputed`: all of it is known."""
+    """Asks the reference through a run's stages; if `is_precomputed`, before the first step."""
 
     def __init__(self, prepared: Prepared, devices: Mapping[WorkerId, str]) -> None:
         """`devices` are the names of the processes' devices."""
@@ -52,7 +52,7 @@ class Reference:
 
     def prepare(self, cluster: Cluster, data: TrainData, step: int) -> None:
         """Give the data the numbers of the reference. Raises CheckpointError where the run is past
-        its beginning and they are no longer known."""
+        its beginning and the numbers are no longer known."""
         if not self.is_precomputed:
             return
         data.examples = self._known(cluster, data, "train", data.examples, step)
@@ -99,8 +99,8 @@ class Reference:
         samples: Sequence[Iterable[int]],
         name: str,
     ) -> list[torch.Tensor]:
-        """The numbers of each micro-batch's `samples`, [P, rows of each], which are of the set
-        `name`. Raises ProtocolError where they are others, NumericError where one is not finite."""
+        """The reference's numbers of each micro-batch, [P, rows of each], for its `samples` of the
+        set `name`. Raises ProtocolError for other shapes, NumericError for numbers not finite."""
         info = StepInfo(0, 0, False, len(batches), 1, reference=self._can_switch or None)
 
         def run() -> None:
@@ -142,7 +142,7 @@ class Reference:
         ]
 
     def _identity(self, cluster: Cluster, rows: AnswerRows) -> list[Any]:
-        """The model, the adapter that it begins with, and the answers."""
+        """What decides the numbers: the model, the adapter that it begins with, the answers."""
         config, plan = self._prepared.config, self._prepared.adapter_plan
         settings = {
             name: value
@@ -156,7 +156,7 @@ class Reference:
         return [cluster.fingerprint, settings, started, answers]
 
     def _way(self) -> list[Any]:
-        """On what their rounding depends: codecs, kernels, machines, and rows beside each other."""
+        """What the rounding of the numbers depends on: codecs, kernels, machines, batch size."""
         config = self._prepared.config
         rounding = {
             name: value

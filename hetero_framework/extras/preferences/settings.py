@@ -21,8 +21,8 @@ _OF_KTO = ReadIf("objective=kto")
 
 
 def losses_of(objective: str) -> tuple[str, ...]:
-    """Values of loss_type with an objective, the default first. TRL's aot and aot_unpaired, which
-    sort the pairs of a micro-batch, are none."""
+    """Values of loss_type with an objective, the default first. TRL's aot and aot_unpaired are left
+    out: they sort the pairs of a micro-batch."""
     pairs = PAIR_LOSSES.get(objective, PAIR_LOSSES["dpo"])
     return _OTHER_LOSSES.get(objective) or tuple(pairs)
 
@@ -32,7 +32,7 @@ def _takes_one(objective: str) -> bool:
 
 
 def _read_by_losses(setting: str) -> ReadIf:
-    """With the losses of pairs that have it as a parameter, those of a user's file too."""
+    """The condition that a loss with this parameter is chosen; it may be of a user's file."""
 
     def condition() -> str:
         ways = []
@@ -45,19 +45,18 @@ def _read_by_losses(setting: str) -> ReadIf:
 
 
 class PreferenceSettings(TrainingConfig):
-    """The training section with the settings of these objectives."""
+    """The training section with the settings of preference objectives."""
 
     loss_type: Annotated[str | tuple[str, ...] | None, ReadIf("objective=sft|dpo|orpo|cpo|kto")] = (
         None
     )
-    """DPO's, CPO's or KTO's loss, by its name in TRL; of DPO also several, whose sum by
-    loss_weights is taken. null: sigmoid, of KTO kto. "sft" has TRL's "nll" alone."""
+    """DPO's, CPO's or KTO's loss, by its name in TRL. DPO also takes several losses, added up by
+    loss_weights. null: sigmoid, for KTO kto. "sft" has TRL's "nll" alone."""
     loss_weights: Annotated[tuple[float, ...] | None, _OF_DPO] = None
     """A weight for each loss_type. null: 1 for each. Elsewhere: dpo_loss_weights."""
     beta: Annotated[float, ReadIf("objective=dpo|orpo|cpo|kto")] = Field(default=0.1, gt=0)
-    """DPO, KTO: how closely the model keeps to the reference. ORPO: weight of the odds. CPO: by
-    what log-probabilities are multiplied. Elsewhere: rl_beta, dpo_beta, pref_beta, orpo_alpha,
-    trl.beta."""
+    """DPO, KTO: how closely the model keeps to the reference. ORPO: weight of the odds. CPO: the
+    factor of log-probabilities. Elsewhere: rl_beta, dpo_beta, pref_beta, orpo_alpha, trl.beta."""
     label_smoothing: Annotated[float, _read_by_losses("label_smoothing")] = Field(
         default=0.0, ge=0, lt=0.5
     )

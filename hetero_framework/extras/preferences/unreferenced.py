@@ -2,7 +2,7 @@
 
 Losses and metrics are those of TRL's ORPOTrainer and CPOTrainer (1.16), which name their papers.
 
-Shapes: P pairs, B = 2 P rows, first the chosen ones; S tokens, V vocabulary; C sums of a row.
+Shapes: P pairs, B = 2 P rows, chosen rows first; S tokens, V vocabulary; C sums of a row.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _LN_2 = 0.6931471805599453
 
 
 class _Unreferenced(PairObjective):
-    """Its trainers take the first metrics through accelerate's gather_for_metrics."""
+    """Objectives whose trainers in TRL pass METRICS through accelerate's gather_for_metrics."""
 
     def means(self, logps_B: Tensor, rewards_B: Tensor, *further: Tensor) -> dict[str, Tensor]:
-        """Also the log-probabilities of all rows, which are the rewards, too."""
+        """The means, and the log-probabilities of all rows, which are also the rewards."""
         return {**super().means(logps_B, rewards_B, *further), LOGPS: logps_B.detach()}
 
     def gathered(
@@ -45,7 +45,7 @@ class _Unreferenced(PairObjective):
         return [{MEANS: self._first(tensors, most)} for tensors in named]
 
     def _first(self, tensors: Mapping[str, Tensor], most: int) -> Tensor:
-        """The means of a micro-batch, METRICS those of its first pairs."""
+        """The means of a micro-batch, with METRICS over its first `most` pairs."""
         (means,), logps_B = means_table([tensors], len(self.metric_names)), tensors.get(LOGPS)
         if logps_B is None or logps_B.dim() != 1 or not len(logps_B) or len(logps_B) % 2:
             raise ProtocolError("the last stage gave no log-probabilities of answers")
@@ -69,7 +69,7 @@ class OddsRatio(_Unreferenced):
         return inputs["labels"], inputs["input_ids"].masked_fill(is_padding_BS, IGNORE_INDEX)
 
     def seen(self, inputs: Inputs) -> Tensor:
-        """All but the last, padding too."""
+        """All tokens but the last, padding too."""
         return pad(torch.ones_like(inputs["labels"][:, 1:], dtype=torch.bool), (0, 1))
 
     def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
@@ -99,7 +99,7 @@ class Contrastive(_Unreferenced):
         self._loss_of, self._alpha = PAIR_LOSSES["cpo"][name], own.cpo_alpha
 
     def seen(self, inputs: Inputs) -> Tensor:
-        """All, padding too."""
+        """All tokens, padding too."""
         return torch.ones_like(inputs["labels"], dtype=torch.bool)
 
     def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
@@ -117,7 +117,7 @@ class Contrastive(_Unreferenced):
 
 
 def _difference(values_B: Tensor) -> Tensor:
-    """Of each pair: chosen minus rejected."""
+    """The chosen value minus the rejected one, of each pair."""
     chosen_P, rejected_P = values_B.chunk(2)
     return chosen_P - rejected_P
 
@@ -125,5 +125,5 @@ def _difference(values_B: Tensor) -> Tensor:
 def _log1mexp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) of x below 0, finite also where x rounds to 0."""
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
-    # Each way cancels on the other side.
+    # Each form loses digits on the other side.
     return torch.where(x < -_LN_2, torch.log1p(-torch.exp(x)), torch.log(-torch.expm1(x)))
