@@ -1,4 +1,4 @@
-"""Worker processes as children: starting, describing and ending them, and their life line.
+"""Starts, describes and ends worker processes as children, each with a life line.
 
 A child's standard input is its life line, a pipe that only the parent holds open. It closes when
 the parent ends, in any way and on any system, and then the child ends too.
@@ -46,8 +46,8 @@ _PASSED = re.compile(
     r"|CUBLAS|CUDNN|NCCL|GLOO|HIP|ROCR|ROCM|RCCL|HSA|MIOPEN|AMD|GPU|ZE|SYCL|ONEAPI|MPS|MTL)_\w+",
     re.IGNORECASE,
 )
-"""The variables that a worker gets, unless they are named like a secret; of the user's own, those
-that begin with HETERO_."""
+"""Environment variables that a worker gets, unless they are named like a secret. A variable of the
+user's own passes if it begins with HETERO_."""
 _SECRET = re.compile(
     r"(\w*_)?(API|ACCESS|PRIVATE|SECRET|AUTH|PASS|KEY|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?"
     r"|APIKEY|OIDC|JWT|COOKIE|DSN)S?(_\w*)?",
@@ -57,12 +57,12 @@ _HUB = re.compile(
     r"HF_(TOKEN(_PATH)?|OIDC_\w+)|HUGGING_FACE_HUB_TOKEN|ACTIONS_ID_TOKEN_\w+|\w+_PROXY",
     re.IGNORECASE,
 )
-"""Needed beside for a model of the hub or an upload; a proxy's address may hold a password."""
+"""Further variables for a model of the hub or an upload; a proxy's address may hold a password."""
 
 
 def environment(*, hub_token: bool = True) -> dict[str, str]:
-    """That of a child which runs this package: what it needs, and no secret that it has no use
-    for."""
+    """Environment variables of a child that runs this package: all that it needs, and no other
+    secrets."""
     package_parent = str(Path(hetero_framework.__file__).parents[1])
     paths = [package_parent, os.environ.get("PYTHONPATH", "")]
     return {
@@ -95,7 +95,7 @@ def start(
 
 class Spawner:
     """Starts worker processes that read exactly this configuration, overrides included. Without
-    `hub_token` they do not get the hub's."""
+    `hub_token` the workers do not get the user's token of the hub."""
 
     def __init__(
         self, config: Config, program: Sequence[str], *, debug: bool, hub_token: bool = True
@@ -120,8 +120,8 @@ class Spawner:
 
 
 def serving(worker_id: WorkerId, port: int) -> int | None:
-    """Id of the process of this user that serves as this worker on `port`; None where the system
-    shows none."""
+    """The id of this user's process that serves as this worker on `port`; None if the system shows
+    none."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if "--worker-id" not in words[:-1] or process.pid == os.getpid():
@@ -163,8 +163,8 @@ def describe_exit(code: int) -> str:
 
 
 def describe_end(pid: int, code: int, kills: int | None) -> str:
-    """`describe_exit`, after SIGKILL with the reason where the system tells it; `kills` is an
-    earlier value of `out_of_memory_kills`."""
+    """`describe_exit`, and after SIGKILL the reason, if the system tells it. `kills` is an earlier
+    value of `out_of_memory_kills`."""
     if code == -getattr(signal, "SIGKILL", 0) and code:
         return f"{describe_exit(code)} ({oom_killer.on_kill(pid, kills)})"
     return describe_exit(code)
@@ -175,7 +175,7 @@ def watch_parent(
     on_order: Callable[[str], None] = lambda reason: None,
 ) -> threading.Thread:
     """In a child: call `on_gone` when the parent has ended (default: end the process),
-    and `on_order` with each line of the parent, the reason to end."""
+    and `on_order` with each line of the parent, which is a reason to end."""
 
     def wait() -> None:
         rest = b""

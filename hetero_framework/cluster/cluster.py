@@ -66,7 +66,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class MachineFacts:
     """A process's device: name, label, total and free bytes of memory, why it has no 4-bit types
-    (None: it has), and free bytes of host memory (None: that is the device's own)."""
+    (None: it has them), and free bytes of host memory (None: host and device share one memory)."""
 
     device: str
     label: str
@@ -113,18 +113,18 @@ class Cluster:
     ) -> None:
         """
         Args:
-            max_boundary_bytes: Limit of a boundary's tensors; None: that of any frame.
+            max_boundary_bytes: Limit of a boundary's tensors; None: the limit of any frame.
             build: Builds the stages of this process.
             run_id: A run's lasting id; None: a new one.
             session: What the workers are wanted for.
-            workers: The workers of this machine, where they have been started before.
-            access: For the links.
+            workers: The workers of this machine, if they have been started before.
+            access: Who may connect; None: by the keys beside the configuration.
             should_stop: Ends the wait for a lost worker.
-            absence_s: Seconds after which an absent worker is given up, also a paused one; None:
+            absence_s: Seconds after which an absent or paused worker is given up; None:
                 as configured.
             id_layers: Layers of the model that read token ids.
-            statistics: What training changes beside the weights.
-            show_away: As of `WorkerLinks`.
+            statistics: Names of what training changes besides the weights.
+            show_away: See `WorkerLinks`.
         """
         self._config = config
         self._build = build
@@ -183,9 +183,9 @@ class Cluster:
     # -- start ----------------------------------------------------------------------------------
 
     def start(self, needed: Collection[WorkerId] | None = None) -> dict[WorkerId, MachineFacts]:
-        """Start this machine's workers and connect to the `needed` ones (default: all); return each
-        process's device. The others need not be there yet, see `returned`. The thread that calls
-        it is the computing one."""
+        """Start this machine's workers and connect to the `needed` workers (default: all); return
+        each process's device. Other workers need not be there yet, see `returned`. The calling
+        thread is the computing thread from now on."""
         self.device.use()
         self._peers.listen()
         self._local.start()
@@ -222,9 +222,9 @@ class Cluster:
         plan_times: Profile | None = None,
     ) -> LoadedPipeline:
         """Have all processes load their stages of `config`, also in place of other stages. Workers
-        without stages free their memory and stay as spare ones. `plan_times` are the times that the
-        plan was made with. Raises PeerLostError for a worker that is gone or exceeds
-        `load_timeout_s`, and UserError where this machine's files do."""
+        without stages free their memory and stay as spare workers. `plan_times` are the times that
+        the plan was made with. Raises PeerLostError for a worker that is gone or exceeds
+        `load_timeout_s`, and UserError if reading this machine's files exceeds it."""
         if self._current is not None:
             self._current.pipeline.close()
             for worker in self._peers.workers:
@@ -267,8 +267,8 @@ class Cluster:
         return self._current
 
     def _load_workers(self) -> None:
-        """Have all workers without stages load them, linked with each other and started. Raises
-        PeerLostError for one that has other weights of the model than before."""
+        """Have all workers without stages load theirs; link them with each other and start them.
+        Raises PeerLostError for a worker with other weights of the model than before."""
         started: set[WorkerId] = set()
 
         def load() -> list[WorkerId]:
@@ -310,8 +310,7 @@ class Cluster:
             )
 
     def _end_loading(self) -> None:
-        """Wait for workers that still load what an earlier plan gave them: they obey nothing else
-        before."""
+        """Wait for workers that still load an earlier plan's stages: they obey nothing before."""
 
         def load() -> list[WorkerId]:
             loading = self.members.those(WorkerState.LOADING)
@@ -322,8 +321,7 @@ class Cluster:
             self.members.on(worker, Event.LOADED)
 
     def _expected_weights(self) -> fingerprint.Fingerprint | None:
-        """Fingerprint of this machine's files of the model; None where it does not have them
-        all."""
+        """Fingerprint of this machine's files of the model; None unless it has them all."""
         model = self._config.model
         if not self._peers.workers or model is None or model.name_or_path is None:
             return None
@@ -354,8 +352,8 @@ class Cluster:
         return deadline
 
     def _connect_workers(self) -> None:
-        """Open the plan's links between workers. Raises NetworkError at the start of a run where a
-        required link fails; later its tensors are relayed, as for a lost link."""
+        """Open the plan's links between workers. If a required link fails, raises NetworkError at
+        the start of a run; later its tensors are relayed, as for a lost link."""
         boundaries = Boundaries(self._config)
         pairs = [(before.owner, after.owner) for before, after in boundaries.between_workers]
         problems = self._peers.direct.connect(pairs, timeouts.DIRECT_DIAL_S) if pairs else {}
@@ -388,7 +386,7 @@ class Cluster:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since anything moved in the stages; inf while there are none. From any thread."""
+        """Seconds since anything moved in the stages; inf without stages. From any thread."""
         current = self._current
         return current.pipeline.idle_s if current is not None else math.inf
 
@@ -403,7 +401,7 @@ class Cluster:
 
     def returned(self) -> dict[WorkerId, MachineFacts | None]:
         """The awaited workers that have come since the last call, with their devices; they are
-        spare now. None for one that still has stages, whose memory is not free."""
+        spare now. The device is None for a worker with stages, whose memory is not free."""
         machines: dict[WorkerId, MachineFacts | None] = {}
         for worker, welcome in self._peers.returned().items():
             has_stages = welcome.run_id == self.run_id
@@ -418,7 +416,7 @@ class Cluster:
         return {worker: offset for worker, offset in offsets.items() if offset is not None}
 
     def control(self, worker: WorkerId, name: str, data: Any = None) -> Any:
-        """Between steps: the result of a worker's handler for `name`, or its UserError."""
+        """Between steps: the result of a worker's handler for `name`. Raises its UserError."""
         if worker not in self.workers:
             known = ", ".join(map(str, self.workers)) or "none"
             raise UserError(f"there is no worker {worker!r} to ask (workers: {known})")

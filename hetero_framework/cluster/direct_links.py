@@ -34,13 +34,13 @@ class _DirectLink:
     is_open: bool = False
     was_lost: bool = False
     is_back: bool = False  # open again: serves from the next step on
-    order: tuple[WorkerId, WorkerId] | None = None  # which worker dialled which the last time
+    order: tuple[WorkerId, WorkerId] | None = None  # (dialler, other) of the last dial
     redial_at: float = math.inf
     pause_s: float = 0.0
 
 
 class DirectLinks:
-    """The table. `send` and `receive` are those of `WorkerLinks`, which reports to `note`."""
+    """The table. `send` and `receive` are methods of `WorkerLinks`, which reports to `note`."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class DirectLinks:
         return {pair for pair, link in self._links.items() if link.is_open}
 
     def forget(self, worker: WorkerId) -> None:
-        """The worker's process is another one, so the links to the old one are gone, also where
-        their other ends have not noticed yet."""
+        """Forget a worker's links: its process is a new one, so links to the old one are gone, even
+        if their other ends have not noticed yet."""
         self._links = {pair: link for pair, link in self._links.items() if worker not in pair}
 
     def drop(self, pair: Pair) -> None:
@@ -77,9 +77,9 @@ class DirectLinks:
     def connect(
         self, pairs: Iterable[tuple[WorkerId, WorkerId]], timeout_s: float
     ) -> dict[Pair, str]:
-        """Have each pair of workers open a link: the first one dials, then the second where that
-        fails. Return the reasons where both fail. Raises LinkLost."""
-        # One link for a pair that meets twice: each end would close its own of two that cross.
+        """Have each pair of workers open a link: the first worker dials, and if that fails, the
+        second. Return the reasons if both fail. Raises LinkLost."""
+        # One link per pair, also if it is listed twice: of two that cross, each end closes its own.
         wanted = list({frozenset(pair): pair for pair in pairs}.values())
         for pair in map(frozenset, wanted):  # opened now, and not some time between steps
             self._links[pair] = _DirectLink(is_open=pair in self.open)
@@ -102,7 +102,7 @@ class DirectLinks:
         return {pair: "; ".join(texts) for pair, texts in problems.items() if pair not in self.open}
 
     def dial_again(self, timeout_s: float) -> None:
-        """Between steps: use the links that are back, and have lost ones dialled again, without
+        """Between steps: use links that are back, and have lost links dialled again, without
         waiting for the answers. Raises LinkLost."""
         now = time.monotonic()
         for link in self._links.values():

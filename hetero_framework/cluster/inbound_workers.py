@@ -1,4 +1,4 @@
-"""Workers without a port, which dial the coordinator: their connections until the run takes them.
+"""Keeps connections of workers without a port, which dial the coordinator, until a run takes them.
 
 The connection of a worker that has sent CALL is parked until `take`. A second process with the id
 of a connected worker is refused. Only the process that owns the link may call again, since that
@@ -86,7 +86,7 @@ class InboundWorkers:
             text = f"{name} is connected from {stranger}"
             connection.refuse("busy", text, "give each worker an id and a key of its own")
             return
-        for other in others:  # its process has lost it
+        for other in others:  # the worker has lost this link
             other.connection.close(drain_s=0)
 
     def take(self, worker: WorkerId) -> Connection | None:

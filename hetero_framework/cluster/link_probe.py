@@ -1,4 +1,4 @@
-"""Speed of a link: CONTROL questions with and without payload, over the run's own links.
+"""Measures a link's speed by CONTROL questions with and without payload, over the run's links.
 
 Importing this module registers a worker's handlers.
 """
@@ -33,10 +33,10 @@ _RANDOM_BYTES = 1 << 18
 MOST_BYTES_OF_PEER = 1 << 26
 """Limit of one message between two workers; `hetero plan --measure` sends half of it."""
 BETWEEN_WORKERS = (SINK, SOURCE)
-"""Questions that a worker may ask another one; all others are the coordinator's."""
+"""Questions that a worker may ask another worker; only the coordinator may ask all others."""
 
 Ask = Callable[[Message, Message | None], Message]
-"""Sends a question and, right behind it, an optional message without an answer; the answer."""
+"""Sends a question and, right behind it, an optional further message; returns the answer."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ def _repeat(seconds: Callable[[], float], times: int) -> list[float]:
 
 
 def peer_question(number: int, peer: WorkerId, nbytes: int) -> Message:
-    """Ask a worker to measure its link to another one."""
+    """Ask a worker to measure its link to another worker."""
     return control.request(number, PEER, {"peer": peer, "bytes": nbytes})
 
 
 def peer_speed(answer: Message) -> LinkSpeed:
     """The speed that the worker measured. Raises NetworkError with its reason if that failed, and
-    ProtocolError for numbers that are none."""
+    ProtocolError for numbers that cannot be right."""
     reply = answer.expect(Control)
     if reply.error is not None:
         raise NetworkError(shortened(reply.error))
@@ -109,7 +109,7 @@ def answer_for_peer(question: Control, ask_peer: Callable[..., Message]) -> Mess
 
 
 def check_peer(question: Control, payload_bytes: int) -> None:
-    """Raise ProtocolError for a question or a size that a worker may not send another one."""
+    """Raise ProtocolError for a question or a size that a worker may not send to another worker."""
     asked: Any = 0
     if question.answers is None:
         if question.name not in BETWEEN_WORKERS:
@@ -126,7 +126,7 @@ def check_peer(question: Control, payload_bytes: int) -> None:
 
 @control.on(SINK)
 def _sink(data: Any) -> None:
-    """Bytes come and are dropped."""
+    """Drop the bytes that come."""
 
 
 @control.on(SOURCE)
@@ -152,7 +152,7 @@ def _seconds(ask: Ask, name: str, data: Any, tensors: tuple[WireTensor, ...] = (
 
 
 def _seconds_both_ways(ask: Ask, nbytes: int) -> float:
-    """Seconds to send `nbytes` in both directions at once; with two round trips."""
+    """Seconds to send `nbytes` in both directions at once, including two round trips."""
     began = time.perf_counter()
     away = Message(Control(SINK), (_bytes(nbytes),))
     _check(ask(control.request(next(_numbers), SOURCE, {"bytes": nbytes}), away))

@@ -67,7 +67,7 @@ class _CoordinatorSink:
 
 
 class LoadedStages:
-    """The reports of a plan's loaded stages, checked as those of one model."""
+    """The reports of a plan's loaded stages, and the check that they make one model."""
 
     def __init__(self, config: Config, expected: Future[fingerprint.Fingerprint | None]) -> None:
         """`expected` is the fingerprint of the model's files on this machine."""
@@ -76,7 +76,7 @@ class LoadedStages:
         self._fingerprints: dict[int, tuple[str, Mapping[str, str]]] = {}
         self._trainable: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
         self.ties: dict[int, Mapping[str, str]] = {}
-        """Of each stage: its parameters that are tied to those of an earlier one."""
+        """For each stage, {target: source} of parameters that are tied to an earlier stage."""
 
     def note(
         self,
@@ -86,14 +86,13 @@ class LoadedStages:
         trainable: list[tuple[str, tuple[int, ...]]],
         ties: Mapping[str, str],
     ) -> None:
-        """Take a stage's report: hashes of the weights it has read, its trained parameters,
-        ties."""
+        """Take a stage's report: hashes of the weights that it read, trained parameters, ties."""
         self._fingerprints[stage], self._trainable[stage] = (process, weights), trainable
         self.ties[stage] = ties
 
     def check(self, deadline: float) -> None:
-        """Raise UserError where the stages are not of the model that this machine has, or train a
-        parameter twice."""
+        """Raise UserError if the stages are not of this machine's model, or the model is not read
+        by the deadline. Raises ProtocolError if the stages do not make one model."""
         trained = [name for stage in self._trainable.values() for name, _ in stage]
         sources = {source for tied in self.ties.values() for source in tied.values()}
         if len({*trained}) < len(trained) or not sources.issubset(trained):
@@ -147,7 +146,7 @@ class LoadedPipeline:
             memory_limits: Number of forwards that each stage has memory for.
             plan_times: The times that the plan was made with.
             id_layers: Layers that read token ids.
-            statistics: What training changes beside the weights (`ModelStructure.statistics`).
+            statistics: What training changes besides the weights (`ModelStructure.statistics`).
             attempts: The numbers of attempts at steps, each once in a run.
         """
         specs = config.plan.stages
@@ -200,7 +199,7 @@ class LoadedPipeline:
 
     @property
     def state_names(self) -> list[list[str]]:
-        """Of each stage the trained parameters, and what else training changes."""
+        """For each stage, the names of trained parameters and of what else training changes."""
         names = [[name for name, _ in stage] for stage in self.trainable]
         for name in self._statistics:
             layer = int(name.split(".")[1])
@@ -220,17 +219,16 @@ class LoadedPipeline:
     def attempt(
         self, info: StepInfo, batches: Sequence[Tensors], group: GradientSum | None = None
     ) -> Gradients:
-        """Do everything of a training step before the decision. Repeatable: it changes no
-        weight."""
+        """Do a training step up to the commit. It changes no weight, so it may be repeated."""
         self.begin(info, group)
         losses = self.pipeline.run(batches)
         self.pipeline.sum_gradients()
         return losses, *self.pipeline.report_gradients()
 
     def begin(self, info: StepInfo, group: GradientSum | None = None) -> None:
-        """Announce an attempt at a step to every stage, with the best schedule known so far; its
-        number is set here. `group` gets the gradients of a step that is summed. Raises an error of
-        an earlier step's tuning."""
+        """Announce an attempt at a step to every stage, with the best schedule known so far; give
+        the attempt its number. `group` gets the gradients of a summed step. Raises an error of an
+        earlier step's tuning."""
         if self._tuning is not None and self._tuning.done():
             self._tuning.result()
         info = replace(info, attempt=next(self._attempts), summed=group is not None)
@@ -245,7 +243,7 @@ class LoadedPipeline:
         self.pipeline.begin(info, schedule, group)
 
     def observe(self, micro_batches: int, statistics: Mapping[int, StageStatistics]) -> Profile:
-        """Tune the next steps to the times of this one; return the times of stages and edges."""
+        """Tune the next steps to the times of this step; return the times of stages and edges."""
         n = micro_batches
         seconds = {
             index: StageSeconds(
@@ -269,12 +267,12 @@ class LoadedPipeline:
 
 
 def planned(config: Config, workers: Iterable[WorkerId]) -> list[WorkerId]:
-    """The workers among these that the plan gives layers."""
+    """The members of `workers` to which the plan gives layers."""
     return [worker for worker in workers if worker in config.plan.owners]
 
 
 class Boundaries:
-    """The boundaries between a plan's stages, and those that a direct link may serve."""
+    """The boundaries between a plan's stages, and which of them a direct link may serve."""
 
     def __init__(self, config: Config) -> None:
         self.all = list(pairwise(config.plan.stages))

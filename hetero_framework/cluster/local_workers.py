@@ -59,7 +59,7 @@ class LocalWorkers:
         run_id: str | None = None,
         program: Sequence[str] = PROGRAM,
     ) -> None:
-        """With `run_id` the workers serve that run alone."""
+        """With `run_id` the workers serve only that run."""
         self._config = config
         self._ids = tuple(worker_ids)
         self._debug = debug
@@ -75,7 +75,7 @@ class LocalWorkers:
         self.stop()
 
     def start(self) -> None:
-        """Start the workers that are not there, or not any more. Raises ResourceError."""
+        """Start the workers that do not run, or do not run any more. Raises ResourceError."""
         try:
             # They read a model of the hub with its token, and have no other use for one.
             model = self._config.model
@@ -94,9 +94,9 @@ class LocalWorkers:
             ) from error
 
     def revive(self, worker_id: WorkerId, stop: threading.Event) -> None:
-        """Start a local worker again that has died, unless another process serves in its place,
-        with a pause after repeated deaths (until `stop`). Raises PeerLostError when it died too
-        often or for a reason that a restart would meet again."""
+        """Start a dead local worker again, unless another process serves in its place. After
+        repeated deaths pause first (until `stop`). Raises PeerLostError when the worker died too
+        often, or for a reason that a restart would meet again."""
         if (ended := self._exit_of(worker_id)) is None or self._is_served(worker_id):
             return
         pause_s = self._policies[worker_id].died(time.monotonic())
@@ -113,7 +113,7 @@ class LocalWorkers:
         _log.warning("worker %s: %s; started again", worker_id, what, extra=restarted)
 
     def start_missing(self, worker_id: WorkerId) -> None:
-        """Start a local worker in whose place another process has served, which is gone. Raises
+        """Start a local worker after another process that served in its place has gone. Raises
         ResourceError."""
         if worker_id in self._ids and worker_id not in self._children and self._spawner is not None:
             self._start_again(worker_id)
@@ -133,14 +133,14 @@ class LocalWorkers:
         return ended is not None and (ended.code < 0 or ended.code == StoppedEarly.exit_code)
 
     def answers(self, worker_id: WorkerId) -> None:
-        """Note that a worker has been reached. If the one started here found its port in use,
-        another process serves, and whatever started that one will start it again."""
+        """Note that a worker has been reached. If the process started here found its port in use,
+        another process serves, and whatever started that will also start it again."""
         ended = self._exit_of(worker_id)
         if ended is not None and ended.code == UserError.exit_code:
             self._forget(worker_id)
 
     def _is_served(self, worker_id: WorkerId) -> bool:
-        """Whether another process listens at this worker's address; it is used, as at the start."""
+        """Whether another process listens at this worker's address; then that is used."""
         worker = self._config.worker(worker_id)
         taken = worker.port is not None and not addresses.port_is_free(worker.ip, worker.port)
         if taken:
@@ -203,7 +203,7 @@ class LocalWorkers:
 
     def exit_text(self, worker_id: WorkerId, within_s: float = 0.0) -> str | None:
         """How a local worker ended; None while it lives, and for other workers. Its links break
-        just before it ends: `within_s` is the time to wait for that."""
+        just before it ends: `within_s` is the time to wait for its end."""
         if within_s and (child := self._children.get(worker_id)) is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(within_s)
@@ -222,10 +222,10 @@ class _Child:
     process: subprocess.Popen[bytes]
     log: Path
     begin: int  # bytes of the log that earlier processes wrote
-    kills_before: int | None  # for memory, by the kernel
+    kills_before: int | None  # `out_of_memory_kills` before the start
 
     def how(self) -> str:
-        """How it ended, and why if the system tells."""
+        """How the process ended, and why, if the system tells."""
         return describe_end(self.process.pid, self.process.returncode, self.kills_before)
 
     def tail(self) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ class Action(Enum):
 
 _S, _E, _A = WorkerState, Event, Action
 _ROWS: dict[Event, dict[WorkerState, tuple[WorkerState, tuple[Action, ...]]]] = {
-    # At the start of a run, for a worker that was let go, and for one that takes its place.
+    # Happens at the start of a run, and after a worker was let go, for its next process.
     _E.DIAL: dict.fromkeys(_S, (_S.JOINING, ())),
     _E.FRESH: {
         _S.ABSENT: (_S.SPARE, ()),  # it was awaited, and has no layers yet
@@ -91,7 +91,7 @@ _ROWS: dict[Event, dict[WorkerState, tuple[WorkerState, tuple[Action, ...]]]] = 
     _E.PLANNED: {
         _S.ABSENT: (_S.ABSENT, ()),
         _S.JOINING: (_S.LOADING, (_A.SET_UP,)),
-        # Its answers about the plan before, which come over the old link, must not count.
+        # Its answers about the former plan, which come over the old link, must not count.
         _S.LOADING: (_S.LOADING, (_A.DIAL,)),
         _S.READY: (_S.LOADING, (_A.SET_UP,)),  # all load again
         _S.SPARE: (_S.LOADING, (_A.SET_UP,)),
@@ -130,7 +130,7 @@ TABLE = {(state, event): row[state] for event, row in _ROWS.items() for state in
 
 @dataclass
 class Absence:
-    """When a worker went away, and the reason that it gave, if it did."""
+    """When a worker went away, and the reason that it gave, if any."""
 
     reason: str | None = None
     is_paused: bool = False  # by the owner of its machine, who will resume it
@@ -176,11 +176,11 @@ class Membership:
         return self.those(WorkerState.ABSENT, WorkerState.LEFT)
 
     def has_stages(self, worker: WorkerId) -> bool:
-        """Whether its process holds stages of the plan in force."""
+        """Whether a worker's process holds stages of the plan in force."""
         return self._states[worker] in (WorkerState.READY, WorkerState.LOST, WorkerState.LEAVING)
 
     def losses(self, worker: WorkerId) -> int:
-        """Number of times that its link broke since `settled`."""
+        """Number of times that a worker's link broke since `settled`."""
         return self._losses[worker]
 
     def settled(self) -> None:

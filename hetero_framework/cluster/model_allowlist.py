@@ -1,9 +1,7 @@
-"""Models that a coordinator may have a worker load: those that the worker's own configuration
-names.
+"""Checks that a worker's own configuration permits a model that a coordinator has it load.
 
 A model or adapter is a folder, a name on the hub or in an imported file, or an inline
-configuration. It is the only value
-of a run's configuration that a worker turns into a path.
+configuration. It is the only value of a run's configuration that a worker turns into a path.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ TINY: dict[str, Any] = {
 
 
 def check_permitted(asked: Config, local: Config, entry: WorkerConfig) -> Config:
-    """Return `asked` with every folder resolved to the one that was checked, without symbolic
-    links. Raises ConfigError for a model or adapter that is permitted neither by `local`, the
+    """Return `asked` with every folder replaced by the checked folder, without symbolic links.
+    Raises ConfigError for a model or adapter that is permitted neither by `local`, the
     worker's configuration, nor by the `models` of its `entry` there."""
     _check_in_place(asked, local, entry)
     folders: dict[str, dict[str, str]] = {}
@@ -47,7 +45,7 @@ def check_permitted(asked: Config, local: Config, entry: WorkerConfig) -> Config
 
 
 def _check_in_place(asked: Config, local: Config, entry: WorkerConfig) -> None:
-    """Check a model that is written in the configuration itself; the tiny one is for measuring."""
+    """Check a model that is written in the configuration itself. TINY is always permitted."""
     fields = asked.model.from_config if asked.model is not None else None
     if fields is None or EVERYTHING in (entry.models or ()):
         return

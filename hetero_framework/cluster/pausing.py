@@ -60,8 +60,8 @@ class PauseFile:
 
     @contextlib.contextmanager
     def held(self, worker: PausableWorker) -> Iterator[None]:
-        """Be the supervisor of this worker within the block. Raises UserError when there is another
-        one. Where the directory cannot be written, the worker cannot be paused."""
+        """Be the supervisor of this worker within the block. Raises UserError when it has another
+        supervisor. Where the directory cannot be written, the worker cannot be paused."""
         with contextlib.suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
@@ -102,7 +102,7 @@ class PauseFile:
         return None
 
     def is_held(self) -> bool:
-        """Whether its supervisor lives."""
+        """Whether the worker's supervisor lives."""
         try:
             with self._lock.acquire(timeout=0):
                 return False
@@ -112,7 +112,7 @@ class PauseFile:
             return False
 
     def want_pause(self, wanted: bool) -> bool:
-        """Ask for a pause, or withdraw the request; whether that changes anything. Raises
+        """Ask for a pause, or withdraw the request; return whether that changes anything. Raises
         OSError."""
         before = self._wish.exists()
         if wanted and not before:

@@ -73,12 +73,12 @@ class RunLoop(Protocol[T_co]):
         """Have all stages go back to the newest state that is kept."""
 
     def without(self, lost: PeerLostError) -> Callable[[], None]:
-        """Return what takes a plan without the workers that are away. Raises `lost` where there is
+        """Return an action that takes a plan without the absent workers. Raises `lost` if there is
         no such plan."""
 
 
 class Recovery:
-    """Keeps the workers of one run together. Which of them are present is known to `members`."""
+    """Keeps the workers of one run together. `members` knows which of them are present."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Recovery:
         self.config = config
         """The configuration whose plan is in force."""
         self.pipeline: Pipeline | None = None
-        """The stages of that plan; None until all of them are loaded."""
+        """The pipeline of that plan; None until all its stages are loaded."""
         self.members = links.members
         self.note_death: Callable[[StagesLost], None] = lambda lost: None
         """Called when a worker's process has died; raises PeerLostError after too many deaths."""
@@ -146,9 +146,9 @@ class Recovery:
         *,
         loads: bool = False,
     ) -> T:
-        """Run `action`, and repeat it whenever a worker's process is replaced in it (or, as
-        `trouble` says, before it); that worker then loads its stages first, unless the action
-        `loads` all stages by itself."""
+        """Run `action`, and repeat it whenever a worker's process is replaced meanwhile. `trouble`
+        is a replacement before the first run. The worker loads its stages before `action` runs,
+        unless the action `loads` all stages by itself."""
         while True:
             try:
                 if isinstance(trouble, StagesLost):
@@ -162,9 +162,9 @@ class Recovery:
                 trouble = lost
 
     def _part_with_leavers(self) -> None:
-        """Let the workers go that leave, whose state is saved, and wait until they are back. A
-        paused one is waited for without a limit. Raises PeerAwayError, PeerLostError,
-        StopWanted."""
+        """Let leaving workers go, whose state is saved, and wait until they are back. The wait for
+        a paused worker has no limit, unless `absence_s` sets one. Raises PeerAwayError,
+        PeerLostError, StopWanted."""
         leavers = self.members.those(WorkerState.LEAVING)
         for worker in leavers:
             self._links.let_go(worker, Message(m.Bye("what was here is saved")))
@@ -179,7 +179,7 @@ class Recovery:
 
     def forget_step(self) -> None:
         """Have all workers that are here forget the step under way: the run goes back, or takes
-        another plan. Raises PeerLostError for another one that does not come back."""
+        another plan. Raises PeerLostError for a further worker that does not come back."""
         if (pipeline := self.pipeline) is None:
             return  # another plan is being taken
         pipeline.forget_commits()
@@ -190,7 +190,7 @@ class Recovery:
 
     def _rejoin(self) -> None:
         """Have the workers that lost their stages load them, in as many processes as it takes,
-        while the others keep theirs. Raises PeerLostError for one that does not come back."""
+        while the others keep theirs. Raises PeerLostError for a worker that does not come back."""
         self.forget_step()
         if self.pipeline is not None:
             self._load()
@@ -199,13 +199,13 @@ class Recovery:
     # -- one action -----------------------------------------------------------------------------
 
     def retrying(self, action: Callable[[], T]) -> T:
-        """Run `action`; after trouble in it mend that, abort the attempt, and run it again. Trouble
-        while something is mended is mended next. The action must be repeatable: weights and
+        """Run `action`; after trouble mend the cause, abort the attempt, and run the action again.
+        Trouble during the mending is mended next. The action must be repeatable: weights and
         optimizer must not have stepped.
 
-        Raises StagesLost when a worker is back in a new process, WorkerLeaving when one will end
-        and is to hand over its state, PeerLostError when one is gone, and OutOfMemory when memory
-        runs out in a second attempt.
+        Raises StagesLost when a worker is back in a new process, WorkerLeaving when a worker will
+        end and is to hand over its state, PeerLostError when a worker is gone, and OutOfMemory when
+        memory runs out in a second attempt.
         """
 
         def mend(trouble: StepTrouble) -> None:
@@ -219,11 +219,11 @@ class Recovery:
         return result
 
     def while_loading(self, action: Callable[[], T]) -> T:
-        """Run `action`, which has workers load stages, until no trouble comes in it. Raises
+        """Run `action`, which has workers load stages, until it ends without trouble. Raises
         WorkerLeaving for a worker with stages that is to hand them over, and PeerLostError."""
 
         def mend(trouble: StepTrouble) -> None:
-            with suppress(StagesLost):  # it loads as well
+            with suppress(StagesLost):  # that worker loads its stages as well
                 self._mend(trouble)
 
         return self._repeated(action, mend)
@@ -251,7 +251,7 @@ class Recovery:
                 trouble = caught
 
     def _mend(self, trouble: StepTrouble) -> None:
-        """Do what has to be done before an attempt that `trouble` ended is repeated. Raises what
+        """Mend the cause of `trouble` before the attempt that it ended is repeated. Raises what
         `retrying` does, and further trouble."""
         match trouble:
             case LinkLost():
@@ -273,7 +273,7 @@ class Recovery:
                 _log.warning(text, trouble.message, extra=lack)
 
     def _relay_for(self, lost: DirectLost) -> None:
-        """The coordinator relays for this pair of workers until their link is back."""
+        """Have the coordinator relay for this pair of workers until their link is back."""
         self._links.direct.drop(lost.pair)
         one, other = sorted(map(str, lost.pair))
         _log.warning(
@@ -283,8 +283,8 @@ class Recovery:
         )
 
     def _end_hanging(self, stalled: str) -> None:
-        """End the workers whose main thread does not answer; others start them again. Raises
-        PeerLostError where all of them answer."""
+        """End the workers whose main thread does not answer; whatever started them starts them
+        again. Raises PeerLostError if all workers answer."""
         assert self.pipeline is not None
         workers = planned(self.config, self._links.workers)
         asked = {w: control.request(next(self.requests), link_probe.ALIVE, None) for w in workers}
@@ -306,7 +306,7 @@ class Recovery:
             text = "%s; worker %s answers nothing and is ended"
             _log.warning(text, stalled, worker, extra=gone)
             if not self._local.kill(worker):
-                # One that does not even read this is met again when its link is made anew.
+                # A worker that does not even read this is met again when its link is made anew.
                 self._links.let_go(worker, Message(m.Quit(stalled)))
 
     # -- one worker -----------------------------------------------------------------------------
@@ -369,8 +369,8 @@ class Recovery:
         self.on(worker, Event.BACK if has_stages else Event.FRESH, why)
 
     def _suspect_large_packets(self, worker: WorkerId) -> None:
-        """A network that drops large packets breaks a link whenever much is sent, and lets it be
-        opened again."""
+        """Use small packets if a link breaks repeatedly: a network that drops large packets breaks
+        a link whenever much is sent, and lets it be opened again."""
         used, entry = self._links.small_packets, self.config.worker(worker)
         losses = self.members.losses(worker)
         if losses < _SUSPICIOUS_LOSSES or worker in used or entry.dials:
@@ -392,6 +392,6 @@ class Recovery:
         raise PeerLostError(why, hint=self._advice(worker))
 
     def _advice(self, worker: WorkerId) -> str | None:
-        """The hint about a worker that is gone; local ones are started without the user."""
+        """The hint about a worker that is gone; local workers are started without the user."""
         is_local = self._local.starts(worker)
         return None if is_local else f"start worker {worker} again on its machine"

@@ -26,8 +26,8 @@ class RestartPolicy:
         self._recent: deque[float] = deque()
 
     def died(self, now_s: float) -> float | None:
-        """Note a death; seconds to wait before the restart, None after too many deaths. `now_s` is
-        the time of a monotonic clock."""
+        """Note a death; return the seconds to wait before the restart, or None for no restart.
+        `now_s` is the time of a monotonic clock."""
         while self._recent and now_s - self._recent[0] > timeouts.DEATHS_S:
             self._recent.popleft()
         self._recent.append(now_s)

@@ -1,7 +1,7 @@
 """The processes of a plan that belong to this machine.
 
-Decided by --role and --worker-id, else by comparing the configuration with this machine's addresses
-and host names, else by this machine's keys. No name is resolved.
+They are decided by --role and --worker-id, else by comparing the configuration with this machine's
+addresses and host names, else by this machine's keys. No name is resolved.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def decide_role(
     identity: MachineNames | None = None,
     keys: Collection[str] = (),
 ) -> Role:
-    """The role of this machine: by `role` ("coordinator" or "worker") and `worker_id` where given,
-    and by `keys`, the owner of its keys, where the configuration does not name it. Raises
-    ConfigError when they contradict each other or do not decide."""
+    """The role of this machine, by `role` ("coordinator" or "worker") and `worker_id` if given. If
+    the configuration does not name the machine, `keys`, the owners of its keys, decide. Raises
+    ConfigError when these contradict each other or do not decide."""
     identity = identity or this_machine()
     if role == "coordinator":
         if worker_id is not None:
@@ -156,7 +156,7 @@ def _planned(config: Config, workers: list[WorkerConfig]) -> tuple[int | str, ..
 def _is_coordinator(config: Config, identity: MachineNames) -> bool:
     if _names_machine(config, config.coordinator, identity):
         return True
-    # A loopback address means "this machine" everywhere, so it counts only where no worker does.
+    # A loopback address means "this machine" everywhere: it counts only if no worker is here.
     return _is_loopback(config.coordinator) and not any(
         _names_machine(config, worker, identity)
         for worker in config.workers

@@ -16,8 +16,8 @@ RUN_FILE = ".run"
 
 def run_id_of(output_dir: Path) -> str:
     """The id of the run that writes into `output_dir`, which is created. A coordinator that is
-    started again has the same id, so workers give up the stages of the dead one. Two that begin at
-    the same moment may differ; the directory's lock stops one. Raises OSError."""
+    started again has the same id, so workers give up the stages of the dead one. Two coordinators
+    that begin at once may have two ids, but the directory's lock stops one. Raises OSError."""
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / RUN_FILE
     here = f"{platform.node()}:{output_dir.resolve()}"  # a copy of the directory is another run

@@ -22,10 +22,10 @@ PAUSED = "paused by its owner"
 
 @contextmanager
 def signals_passed_to(note: Callable[[str], None], *, ends: bool = False) -> Iterator[None]:
-    """Within the block, call `note` with the name of each signal of `SIGNALS` that comes, without
-    the ignored ones (`nohup` ignores SIGHUP on purpose). Where the process `ends` with the block,
-    its exit code is known, and a signal after it has no effect. Outside of the main thread, signals
-    keep their meaning."""
+    """Within the block, call `note` with the name of each signal of `SIGNALS` that comes, except
+    ignored signals (`nohup` ignores SIGHUP on purpose). With `ends` the process ends after the
+    block: its exit code is known then, and a later signal has no effect. Outside of the main
+    thread, signals keep their meaning."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for name, shown in SIGNALS.items():

@@ -1,9 +1,9 @@
-"""Keeps the workers of a machine running: a small parent process without torch, one child each.
+"""Keeps the workers of a machine running: a small parent process without torch, a child for each.
 
-A child that crashed is started again (restart_policy.py); one that ended in order, or for a reason
-that a restart would meet again, is not. The machine's owner may pause a worker (pausing.py): its
-process ends and frees its memory and device until the owner resumes it. When the parent ends, the
-children end: it passes signals on to them, and its own death closes their life lines.
+A child that crashed is started again (restart_policy.py). A child that ended in order, or for a
+reason that a restart would meet again, is not. The machine's owner may pause a worker (pausing.py):
+its process ends and frees its memory and device until the owner resumes it. When the parent ends,
+the children end: it passes signals on to them, and its own death closes their life lines.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def run_workers(
     debug: bool = False,
     program: Sequence[str] = PROGRAM,
 ) -> int:
-    """Run these workers of this machine until all have ended in order, or one for good; return its
-    exit code, 75 after a signal. Their lines appear on standard error, with names if there are
-    several.
+    """Run these workers of this machine until all have ended in order, or one has ended for good;
+    return its exit code, 75 after a signal. Their lines appear on standard error, with names if
+    there are several.
 
     Raises ResourceError when they cannot be started, UserError when another process serves one of
     them here, and PeerLostError when one has died too often."""

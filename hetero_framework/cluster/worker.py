@@ -1,8 +1,8 @@
 """A worker: listens, loads the stages that a coordinator gives it, and serves them.
 
-Threads: one accepts connections; the links' readers unpack and queue arriving messages; one may
-send tensors that have to be copied first; only the main thread touches the stages. When the
-coordinator's link breaks the worker keeps its stages for `rejoin_wait_s`, for the same run only.
+Threads: one accepts connections. The links' readers unpack and queue arriving messages. One may
+send tensors that have to be copied first. Only the main thread touches the stages. When the
+coordinator's link breaks, the worker keeps its stages for `rejoin_wait_s`, for the same run only.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class _Terminated(BaseException):
 
 @dataclass
 class _Run:
-    """The stages of one run and their state; outlives its link by `grace_s`."""
+    """The stages of one run and their state; they outlive its link by `grace_s` seconds."""
 
     run_id: str
-    what: str = ""  # for people
+    what: str = ""  # a description for people
     keeps: bool = True  # whether its stages are worth waiting for a lost coordinator
     began: float = field(default_factory=time.monotonic)
     lost: float | None = None
@@ -100,7 +100,7 @@ class _Run:
     meter: ArrivalMeter | None = None
     owners: dict[int, WorkerId] = field(default_factory=dict)
     started: bool = False
-    measured: bool = False  # for a plan; the planned run comes next
+    measured: bool = False  # it was measured for a plan; the planned run comes next
 
     @classmethod
     def of(cls, hello: m.Hello, peer: str) -> _Run:
@@ -190,11 +190,11 @@ def serve(
     access: Access | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Serve one run as worker `worker_id` (with `keep`, one after the other) and return.
+    """Serve one run as worker `worker_id` (with `keep`, run after run) and return.
 
-    Log lines go to standard error and to the coordinator. A request to end by `orders`, signals
-    among them, is passed to the coordinator, which may save the run's state first; this needs the
-    main thread.
+    Log lines go to standard error and to the coordinator. A request to end (`orders`, among them
+    signals) is passed to the coordinator, which may save the run's state first. This needs the main
+    thread.
 
     Args:
         logs: Directory for events.jsonl.
@@ -250,7 +250,7 @@ class Worker:
         self._only_run = run_id
         self._leave_by = math.inf
         self._told: str | None = None  # why it has to end
-        self._ending: str | None = None  # the same, once it must not go on
+        self._ending: str | None = None  # the reason, once it must not go on
         self._winds_down = False  # it ends anyway: nothing may interrupt what is left to do
         self._gone_since: float | None = None
         self._keep = keep
@@ -348,9 +348,9 @@ class Worker:
             ) from error
 
     def told_to_end(self, reason: str, at_once: bool) -> None:
-        """End in order, or at once; also at once with nothing to hand over. Called in the main
-        thread between any two of its instructions. In a finalizer or a callback of a weak reference
-        Python drops the exception; then the loop ends."""
+        """End in order, or at once if there is nothing to hand over, or if `at_once`. Called in the
+        main thread between any two of its instructions. Python drops the exception in a finalizer
+        or a callback of a weak reference; then the loop raises it again."""
         if self._winds_down:
             return
         if at_once or self._run is None or not self._run.started:
@@ -381,7 +381,7 @@ class Worker:
         return min(host.waits_s or timeouts.TICK_S, timeouts.TICK_S) if host else timeouts.TICK_S
 
     def _do_job(self, timeout_s: float) -> bool:
-        """Do the next job; whether there was one in time."""
+        """Do the next job; return whether there was one in time."""
         try:
             job = self._jobs.get(timeout=timeout_s) if timeout_s else self._jobs.get_nowait()
         except queue.Empty:
@@ -399,7 +399,7 @@ class Worker:
         with suppress(LinkGone):
             ran = host.run_next()
             self._give_gradients(host)
-            self._report_when_done(host)  # where nothing ran, too: other replicas are waited for
+            self._report_when_done(host)  # also if nothing ran: it may wait for other replicas
             return ran
         return True
 
@@ -625,7 +625,7 @@ class Worker:
         self._acceptor.gone(connection.stream)
         self._outbound.gone(connection)
         if (fault := connection.fault) is not None and (run := self._run) is not None:
-            # A new error: the connection keeps the other one, whose traceback would hold stages.
+            # A new error: the connection keeps the first, and its traceback would hold stages.
             self.failed(run, ProtocolError(fault.message, hint=fault.hint))
         self._later(self._on_lost, connection, reason.message if reason else "closed")
 
@@ -681,7 +681,7 @@ class Worker:
             self._run = _Run.of(hello, connection.stream.peer)
         run = self._current
         if run.stages is not None:
-            # Flushed into the old link, where it is lost.
+            # What is still queued goes into the old link, where it is lost.
             run.stages.flush()
         self._connection = connection
         connection.peer = m.COORDINATOR
@@ -820,7 +820,7 @@ class Worker:
                 self._send(Message(m.PeerLost(others[0], "it was lost before this step")))
 
     def _give_gradients(self, host: StageHost) -> None:
-        """Send the gradients of stages that are done and that others sum to the coordinator."""
+        """Send the coordinator the gradients of stages that are done, if it needs them."""
         for gradients in host.gradients():
             self._give(gradients)
 
@@ -830,7 +830,7 @@ class Worker:
 
     def has_room(self) -> bool:
         """Whether the link is idle: otherwise a BACKWARD that another stage waits for would queue
-        behind."""
+        behind gradients."""
         return self._connection is not None and self._connection.link.idle
 
     def take(self, gradients: GradientPart) -> None:
@@ -873,8 +873,8 @@ class Worker:
             self._send(reply)
 
     def _checked(self, question: m.Control) -> Any:
-        """The data of a question. Raises ConfigError for the cost of a model that this worker's
-        configuration does not permit."""
+        """The data of a question. Raises ConfigError if it asks for the cost of a model that this
+        worker's configuration does not permit."""
         if question.name != MEASURE or not isinstance(question.data, dict):
             return question.data
         asked = Config.from_dict(question.data.get("config") or {}, self._config.base_dir)
@@ -951,4 +951,4 @@ def end_process(reason: str) -> None:
 
 
 class LinkGone(Exception):
-    """The link broke before a message was sent; its reader reports the same."""
+    """The link broke before a message was sent; the link's reader reports the same."""

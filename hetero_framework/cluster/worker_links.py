@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR")}
 _WORKING = (Phase.STEP, Phase.EVALUATION)
 _MOST_LEFT_OUT = 1000
-"""Maximum messages without a meaning for the caller that one `receive` takes in."""
+"""Maximum messages that one `receive` takes in before one that is for its caller."""
 _MOST_LINES, _TALK_S = 1000, 10.0
 """Maximum lines that a worker may have logged within this many seconds."""
 _NOT_CALLED = "it has not dialled"
@@ -131,9 +131,9 @@ class WorkerLinks:
             unpack: Makes a HostEvent's `arrival`, in a reader thread.
             watch: Gives a worker's link its `on_moved`.
             should_stop: Ends the wait for a lost worker.
-            show_away: Called with a worker and a text while it is waited for, and with None when it
-                is there; from any thread.
-            small_packets: As of `connect`, for all workers.
+            show_away: Called with a worker and a text while the worker is waited for, and with None
+                when it is there; from any thread.
+            small_packets: Whether all workers are dialled with `small_packets` of `connect`.
             session: What the workers are wanted for.
         """
         used = {entry.id for entry in config.shard_plan}
@@ -274,7 +274,7 @@ class WorkerLinks:
         return welcomes
 
     def _open_again(self, worker_id: WorkerId, wait_s: float) -> _Reached:
-        """As `reconnect` says, but the connection is not in use yet."""
+        """Dial as `reconnect` says; the connection is not in use yet."""
         self.members.absence(worker_id)  # begins now
         deadline, pause_s = time.monotonic() + wait_s, timeouts.ANSWER_TICK_S
         while True:
@@ -435,7 +435,7 @@ class WorkerLinks:
     def _dial(
         self, worker: WorkerConfig, port: int, timeout_s: float, on_retry: OnRetry
     ) -> Connection:
-        """A connection with a worker that listens, not started."""
+        """Dial a worker that listens; return the connection, which is not started."""
         name, secure = f"worker {worker.id}", partial(self._access.dialled, process=worker.id)
         stream = connect(
             worker.ip,
@@ -450,7 +450,7 @@ class WorkerLinks:
         return self._connection(stream, name, self._stats[worker.id])
 
     def _await_call(self, worker: WorkerId, timeout_s: float, on_retry: OnRetry) -> Connection:
-        """The connection of a worker that calls, as soon as there is one."""
+        """Wait for the call of a worker that dials; return its connection."""
         assert self._inbound is not None
         began = time.monotonic()
         while (connection := self._inbound.take(worker)) is None:
@@ -470,7 +470,7 @@ class WorkerLinks:
         return connection
 
     def _greet(self, stream: Stream, identity: Identity | None) -> None:
-        """Begin a connection that was dialled; CALL says of which worker it is."""
+        """Begin a connection that a worker dialled; its CALL will name the worker."""
         name = str(identity) if identity is not None else f"worker at {stream.peer}"
         connection = self._connection(stream, name, None, timeouts.STRANGER_S)
         connection.link.max_frame_bytes = HANDSHAKE_MAX_FRAME_BYTES
@@ -663,7 +663,7 @@ class WorkerLinks:
             check_sender(body, self._holders, connection.peer)
 
     def _carrier(self, connection: Connection, message: Message) -> Link | None:
-        """The link that a boundary frame is relayed to when its header has come; None for ours."""
+        """The link to which a boundary frame is relayed as it comes in; None if it is for us."""
         if not isinstance(message.body, m.BoundaryTensor) or not self._is_current(message.body):
             return None
         connection.accept(message)
