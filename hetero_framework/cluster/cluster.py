@@ -310,7 +310,7 @@ class Cluster:
             )
 
     def _end_loading(self) -> None:
-        """Wait for workers that still load an earlier plan's stages: they obey nothing before."""
+        """Wait for workers that still load an earlier plan's stages: they obey only after that."""
 
         def load() -> list[WorkerId]:
             loading = self.members.those(WorkerState.LOADING)

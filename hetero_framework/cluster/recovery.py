@@ -6,7 +6,7 @@
 2. **Mend.** `_mend` does what the table of `Membership` says. As a rule it dials the worker until
    it is back. If the worker still has its stages, nothing was lost: all abort the attempt, and the
    action is repeated.
-3. **Fence.** Otherwise the worker's process is another one (StagesLost), or will be
+3. **Fence.** Otherwise the worker has a new process (StagesLost), or will have one
    (WorkerLeaving). Before a worker leaves, it hands its state over. Then `forget_step` voids the
    attempt under way, unconfirmed commits and all answers of the old process.
 4. **Restore.** `_rejoin` has the new process load its stages, and `RunLoop.rewind` has all stages
@@ -220,7 +220,7 @@ class Recovery:
 
     def while_loading(self, action: Callable[[], T]) -> T:
         """Run `action`, which has workers load stages, until it ends without trouble. Raises
-        WorkerLeaving for a worker with stages that is to hand them over, and PeerLostError."""
+        WorkerLeaving for a worker that is to hand over its stages, and PeerLostError."""
 
         def mend(trouble: StepTrouble) -> None:
             with suppress(StagesLost):  # that worker loads its stages as well

@@ -1,4 +1,4 @@
-"""Keeps the workers of a machine running: a small parent process without torch, a child for each.
+"""Keeps a machine's workers running: a small parent without torch, and a child for each worker.
 
 A child that crashed is started again (restart_policy.py). A child that ended in order, or for a
 reason that a restart would meet again, is not. The machine's owner may pause a worker (pausing.py):

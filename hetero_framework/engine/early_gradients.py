@@ -1,4 +1,4 @@
-"""Hands on gradients as soon as they are final: the last layers' before the backward pass ends."""
+"""Hands on final gradients before the backward pass ends, beginning with the last layers."""
 
 from __future__ import annotations
 

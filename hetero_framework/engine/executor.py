@@ -312,7 +312,7 @@ class Executor:
             self._io.send(Forward(info.step, info.attempt, following, k), left)
 
     def _pass_back(self, stage: api.StageInterface, k: int, gradients: Bundle) -> None:
-        """Send gradients to the stage before, or finish the micro-batch if that needs none."""
+        """Send gradients to the stage before; the micro-batch is finished if there are none."""
         before = stage.index - 1
         if not stage.input_requires_grad or not gradients:
             self._io.finished(self._step, k)

@@ -1,4 +1,4 @@
-"""`Host`: the pipeline's interface to a process with stages, this one or a worker.
+"""`Host`: the pipeline's interface to a process with stages, this process or a worker.
 
 A host never waits for a peer: it answers None or False where it cannot answer yet, and the pipeline
 asks again when something has arrived.

@@ -140,7 +140,7 @@ def commit_message(order: m.Commit, tied_weights: api.Tensors) -> Message:
 
 
 def tied_weights(message: Message) -> api.Tensors:
-    """The new weights in a COMMIT, by source, for the receiver's stages that have targets."""
+    """The new weights in a COMMIT, by source, for targets in the receiver's stages."""
     names = message.expect(m.Commit).names
     return dict(zip(names, map(from_wire, message.tensors), strict=True))
 

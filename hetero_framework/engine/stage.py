@@ -57,7 +57,7 @@ from hetero_framework.models.rng import ForwardSeeds
 from hetero_framework.models.verify.side_tensor_checks import SideTensorChecks
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
-_LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # of torch, in the weight's shape
+_LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # of the weight's shape
 
 
 class Stage:

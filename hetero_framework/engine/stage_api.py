@@ -53,11 +53,11 @@ class Arrival:
 class StepInfo:
     """A step, as every stage must know it before its first micro-batch.
 
-    Every loss is divided by `num_items`, the number of items that the objective counts in the
-    global batch (for most models its label tokens). It is multiplied by `loss_scale` (fp16) before
-    backward, and gradients are divided by `loss_scale` before they are read. `attempt` tells a
-    repeated step's frames from stale frames. With `summed`, other replicas' gradients are added
-    first, and micro-batch k draws its random numbers as number `first_micro_batch` + k. With
+    `attempt` tells a repeated step's frames from stale frames. Each loss is divided by `num_items`,
+    the number of items that the objective counts in the global batch (for most models its label
+    tokens). It is multiplied by `loss_scale` (fp16) before backward, and gradients are divided by
+    `loss_scale` before they are read. With `summed`, other replicas' gradients are added before
+    that, and micro-batch k draws its random numbers as number `first_micro_batch` + k. With
     `decoding` there is no loss: a micro-batch continues a text, see `TextGeneration`. With
     `reference` adapters are switched off. With `predicts` outcomes of an evaluation have
     predictions (extras/reporting/predictions.py).

@@ -210,7 +210,7 @@ class StageHost(Host):
     # -- state ----------------------------------------------------------------------------------
 
     def snapshot(self, step: int | None) -> None:
-        """Keep the state. Raises ProtocolError if another step has been committed since."""
+        """Keep the state after `step`. Raises ProtocolError if another step is committed."""
         if self._snapshots and self._snapshot_step == step:
             return
         if self.last_step != step:

@@ -1,1 +1,1 @@
-"""The schedule of a step: simulation, tuning, order. The only part that the engine needs."""
+"""The schedule of a step: its simulation, tuning and order."""

@@ -45,8 +45,8 @@ def step_bound(
     """Least seconds of a step under any schedule; 0 without micro-batches. `in_flight_limits[k]` is
     how many forwards stage k may store, by default all.
 
-    For equal stages and free transfers it is (m + p - 1)(F + B), which 1F1B reaches, and with v
-    stages per device m(F + B) + (p - 1)(F + B) / v (Narayanan et al. 2021, section 2.2).
+    For equal stages and free transfers the bound is (m + p - 1)(F + B), which 1F1B reaches. With
+    v stages per device it is m(F + B) + (p - 1)(F + B) / v (Narayanan et al. 2021, section 2.2).
     """
     if not micro_batches:
         return 0.0

@@ -65,8 +65,8 @@ def make_profile(
 class Tuner:
     """The in-flight limits and the policy of a run's steps.
 
-    `max_in_flight` is the user's choice, None for ours; `memory_limits[k]` is the number of
-    forwards that stage k has memory for; `planned` are the plan's times, if there is a plan.
+    `max_in_flight` is the user's choice (None: the tuner's). `memory_limits[k]` is the number of
+    forwards that stage k has memory for. `planned` are the plan's times, if there is a plan.
     """
 
     def __init__(
