@@ -2,5 +2,5 @@
 
 import logging
 
-# It warns at import about an optional kernel package that nothing here uses.
+# bitsandbytes warns at import about an optional kernel package that nothing here uses.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

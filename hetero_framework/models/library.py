@@ -12,7 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import logging
 
-# On a configuration that they cannot build or run.
+# Errors of these libraries for a configuration that they cannot build or run.
 LIBRARY_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -21,7 +21,7 @@ LIBRARY_ERRORS = (
     LookupError,
     OSError,
     RuntimeError,
-    StopIteration,  # the type of a part of a model that has no weights
+    StopIteration,  # for the type of a part of a model that has no weights
     StrictDataclassError,
     TypeError,
     ValueError,
@@ -44,9 +44,9 @@ def briefly(error: BaseException) -> str:
 def compiled_at_first_call() -> Iterator[None]:
     """Within the block `torch.compile` waits for the first call of its function.
 
-    PEFT imports bitsandbytes, which decorates a few functions of its CPU fallbacks with it, and the
-    decorator alone imports the whole compiler: 1.5 of the 1.9 s of CPU time that `import peft` took
-    in each process (torch 2.13, bitsandbytes 0.50)."""
+    PEFT imports bitsandbytes, which decorates functions of its CPU fallbacks with `torch.compile`.
+    The decorator alone imports the whole compiler: 1.5 of the 1.9 s of CPU time that `import peft`
+    took in each process (torch 2.13, bitsandbytes 0.50)."""
     compile_now = torch.compile
 
     def compile_later(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -64,7 +64,7 @@ def compiled_at_first_call() -> Iterator[None]:
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """No progress bars and no messages below errors: tiny copies and shards provoke many."""
+    """Hide progress bars and messages below errors: tiny copies and shards provoke many."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,8 +1,8 @@
 """Partition-independent random seeds.
 
 Every draw of a forward pass (dropout and its kin) comes after seeding with (run seed, step,
-micro-batch, place): a layer's global index, or a name outside the layers. No process keeps a random
-state between steps, and a recomputed forward draws the same again.
+micro-batch, place). The place is a layer's global index, or a name outside the layers. No process
+keeps a random state between steps, and a recomputed forward draws the same again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def derive_seed(*parts: str | int) -> int:
 
 
 def seed_cpu(seed: int) -> None:
-    """Seed draws on the CPU. `torch.manual_seed` seeds this machine's accelerators too, busy ones
-    of others among them, and takes 2.5 ms where none is in use yet."""
+    """Seed draws on the CPU. `torch.manual_seed` also seeds all accelerators of this machine, even
+    if others use them, and takes 2.5 ms where no accelerator is in use yet."""
     torch.default_generator.manual_seed(seed)
 
 
@@ -34,7 +34,7 @@ def forward_seed(seed: int, step: int, micro_batch: int, place: Place) -> int:
 
 class ForwardSeeds:
     """Seeds every place of a run's forwards by `seed_device`, while it is `on`. `step` and
-    `micro_batch` are those of the forward, also of one that is computed again."""
+    `micro_batch` are the forward's, also while it is computed again."""
 
     def __init__(self, seed: int, seed_device: Callable[[int], object]) -> None:
         self._seed, self._seed_device = seed, seed_device

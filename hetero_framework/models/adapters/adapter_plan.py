@@ -36,12 +36,12 @@ class AdapterPlan:
 
     `modules`, `parameters` and `saved_modules` are full names of the wrapped modules, of
     `target_parameters` and of `modules_to_save`. `trainable` maps parameter names to shapes, in the
-    whole model's order; `tensors` the adapter file's keys. Of these, `embedding_tensors` are frozen
-    base embeddings, which PEFT writes and need not read. `weights` is the file to start from.
-    `autocast_adapter_dtype` is the setting of that name. `towers` are those of the model
-    (`language.py`), which have no part in it. `unmergeable` counts the updates with a bias whose
-    layers have none. `remarks` are for the user: entries without effect.
-    `task` is the model's.
+    whole model's order. `tensors` maps the adapter file's keys to shapes. Of these keys,
+    `embedding_tensors` are frozen base embeddings, which PEFT writes and need not read. `weights`
+    is the file to start from. `autocast_adapter_dtype` is the setting of that name. `towers` are
+    the model's towers (`language.py`), which get no adapter. `unmergeable` counts the updates that
+    have a bias over layers without one. `remarks` tell the user of entries without effect. `task`
+    is the model's task.
     """
 
     lora_config: LoraConfig
@@ -60,13 +60,13 @@ class AdapterPlan:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """All of it that sizes depend on."""
+        """All parts of the plan that sizes depend on."""
         settings = str(self.lora_config.to_dict()), self.autocast_adapter_dtype
         return (*settings, self.modules, self.saved_modules)
 
     @cached_property
     def origin(self) -> str | None:
-        """sha256, in hex, of the files that it starts from; None where it begins anew."""
+        """sha256, in hex, of the files that the adapter starts from; None for a new adapter."""
         if self.weights is None:
             return None
         digest = hashlib.sha256()
@@ -91,18 +91,18 @@ class AdapterPlan:
 
     @property
     def rewrites_base(self) -> bool:
-        """Whether it takes its beginning out of the base's weights, in memory."""
+        """Whether the adapter's initial values are taken out of the base's weights, in memory."""
         return self.lora_config.init_lora_weights in REWRITING_INITS
 
     def number_bytes(self, base: int, *, quantized: bool) -> int:
-        """Bytes per number of an adapter's weight; `base`: those of the base's weights that are not
-        quantised."""
+        """Bytes per number of an adapter's weight. `base` is the bytes per number of the base's
+        weights that are not quantised."""
         if self.autocast_adapter_dtype or (self.autocast_adapter_dtype is None and not quantized):
             return 4
         return 2 if quantized else base
 
     def trains(self, weights: Iterable[str]) -> bool:
-        """Whether it trains something in the modules of these weights of the base."""
+        """Whether the adapter trains something in the modules that have these base weights."""
         parents = {name.rpartition(".")[0] for name in self.parameters}
         wrapped = {*self.modules, *self.saved_modules, *parents}
         trained = {_owner(name, wrapped) for name in self.trainable}
@@ -134,8 +134,8 @@ class AttachedAdapter:
                 module._disable_adapters = not on
 
     def take_off(self, model: nn.Module) -> None:
-        """Put the base's modules back where the adapter has wrapped them. Trained parameters of
-        these themselves (biases) stay as they are, and require gradients."""
+        """Put the base's modules back where the adapter has wrapped them. Trained parameters of the
+        base's modules (biases) stay as they are, and require gradients."""
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils import ModulesToSaveWrapper
 

@@ -1,4 +1,4 @@
-"""The trained weights: LoRA, QLoRA or all of them; the same tensors under any cut.
+"""LoRA and QLoRA adapters, with the same tensors under any cut.
 
 PEFT itself says, on the whole model on torch's meta device, which modules it would wrap and which
 tensors the adapter file holds. A shard gets its part of that plan, injected in place. Parameter
@@ -64,7 +64,7 @@ ADAPTER_NAME = "default"
 
 _LORA_FIELDS = frozenset(LoraConfig.__dataclass_fields__)
 
-# Settings of an adapter's origin or start, which are no part of it.
+# Settings that say where an adapter comes from or how it starts, not how it is built.
 _NOT_STRUCTURE = frozenset(
     ("task_type", "peft_version", "base_model_name_or_path", "revision")
     + ("inference_mode", "auto_mapping", "init_lora_weights")
@@ -122,7 +122,7 @@ def saved_tensors(plan: AdapterPlan, wanted: Callable[[str], bool]) -> dict[str,
 
 
 def load_adapter_tensors(shard: Shard, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Copy those of an adapter file's tensors that the shard has into it; their keys."""
+    """Copy the adapter file's tensors that belong to the shard into it. Returns their keys."""
     held = adapter_tensors(shard)
     keys = held.keys() & tensors.keys()
     with torch.no_grad():
@@ -165,8 +165,8 @@ def meta_adapted(model_config: PretrainedConfig, plan: AdapterPlan) -> PreTraine
 def tensors_of_plan(
     model_config: PretrainedConfig, plan: AdapterPlan, trained: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The adapter file's tensors from all trained ones, by parameter name; without the base's, so
-    for plans without `embedding_tensors`."""
+    """The adapter file's tensors, from all trained tensors by parameter name. The plan must have no
+    `embedding_tensors`: tensors of the base are not known here."""
     model = meta_adapted(model_config, plan)
     for name, tensor in trained.items():
         module, _, parameter = name.rpartition(".")
@@ -175,13 +175,13 @@ def tensors_of_plan(
 
 
 def adapter_tensors(shard: Shard) -> dict[str, torch.Tensor]:
-    """This shard's part of the adapter file: PEFT's keys, tensors that alias the parameters."""
+    """This shard's part of the adapter file, by PEFT's keys. The tensors alias the parameters."""
     assert shard.adapter is not None
     return _file_tensors(shard.model, shard.adapter.plan.embedding_tensors)
 
 
 def _lora_config(adapter: AdapterConfig, model: PretrainedConfig) -> LoraConfig:
-    """As PEFT has it, a classifier's head is trained and saved whole."""
+    """PEFT's form of the settings. As in PEFT, a classifier's head is trained and saved whole."""
     settings: dict[str, Any] = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in adapter.model_dump(include=set(_LORA_FIELDS)).items()
@@ -232,8 +232,8 @@ def _decomposes_no_parameters(init: object) -> ConfigError:
 
 
 def _saved_config(folder: Path, adapter: AdapterConfig | None) -> tuple[LoraConfig, Path]:
-    """An adapter directory's settings; explicit ones in `adapter` must agree with them, except
-    lora_dropout, which belongs to the training."""
+    """The settings and the weight file of an adapter directory. Explicit settings in `adapter` must
+    agree with them, except lora_dropout, which belongs to the training."""
     weights = folder / ADAPTER_WEIGHTS
     for path in (folder / repository.ADAPTER, weights):
         if not path.is_file():
@@ -271,7 +271,7 @@ def _saved_config(folder: Path, adapter: AdapterConfig | None) -> tuple[LoraConf
 
 
 def _explicit_settings(adapter: AdapterConfig) -> set[str]:
-    """The settings that the user wrote. The wire also carries defaults; those do not count."""
+    """The settings that the user wrote. Defaults, which the wire carries too, do not count."""
     fields = type(adapter).model_fields
     written = set(adapter.model_fields_set)
     if written != set(fields):
@@ -344,7 +344,7 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
 
 
 def _embeddings(model: PreTrainedModel) -> dict[str, int]:
-    """The rows of embedding and head, by the keys that their weights would have in a file."""
+    """Numbers of rows of embedding and head, by the keys of their weights in a file."""
     ends: list[Any] = []
     for end in (model.get_input_embeddings, model.get_output_embeddings):
         with suppress(NotImplementedError):
@@ -358,14 +358,14 @@ def _embeddings(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _check_rewriting(config: PretrainedConfig, model: Any, tuner: LoraModel) -> None:
-    """Raise ConfigError where the base's weights are quantised, another one's too, or stored the
-    other way round than the initialisation takes them."""
+    """Raise ConfigError where the base's weights are quantised, are tied to another weight, or are
+    stored the other way round than the initialisation takes them."""
     setting = "adapter.init_lora_weights"
     if stored_quantization(config) is not None:
         raise ConfigError(f"{setting}: {REWRITES_QUANTISED}", hint='set it to true or "orthogonal"')
     for name in tuner.targeted_module_names:
         layer: Any = model.get_submodule(name)
-        if ADAPTER_NAME not in layer.lora_A:  # an embedding begins as ever
+        if ADAPTER_NAME not in layer.lora_A:  # an embedding's update starts as usual
             continue
         if layer.lora_A[ADAPTER_NAME].weight.shape[1] != layer.in_features:
             raise ConfigError(
@@ -384,7 +384,7 @@ def _without_effect(
     asked: LoraConfig, made: LoraConfig, tuner: _SeededLora, names: list[str], parameters: list[str]
 ) -> list[Problem]:
     """The entries of settings that match nothing in the whole model. `asked` is the configuration
-    as written, `made` PEFT's version; `names` and `parameters` are those of the bare model."""
+    as written, `made` PEFT's version; `names` (of modules), `parameters` are the bare model's."""
     written = () if isinstance(asked.target_modules, str) else asked.target_modules or ()
     # PEFT turns names of modules that newer classes keep as one parameter into target_parameters.
     targets = set(written) & set(made.target_modules or ())
@@ -405,7 +405,7 @@ def _without_effect(
 
 
 def _idle_patterns(setting: str, keys: list[str], modules: list[str]) -> list[Problem]:
-    """Keys without effect. PEFT takes the first that matches a module."""
+    """Keys of a pattern setting without effect: PEFT takes the first key that matches a module."""
     matching = {key: set(filter(expression(setting, key).match, modules)) for key in keys}
     problems, taken = [], set[str]()
     for number, key in enumerate(keys):
@@ -462,7 +462,7 @@ def _idle_exclusions(config: LoraConfig, names: list[str]) -> list[Problem]:
 
 
 def _near(entry: str, names: Iterable[str]) -> str:
-    """Names like the last part of an entry, as a question."""
+    """A question that suggests names like the last part of an entry; empty without such names."""
     leaves = sorted({leaf for name in names if not (leaf := name.rpartition(".")[2]).isdigit()})
     last = re.split(r"[.\\]", entry.strip("$^*"))[-1]
     near = difflib.get_close_matches(last, leaves, n=3)
@@ -497,8 +497,8 @@ def _module_hint(model: nn.Module) -> str:
 def _check_file(
     weights: Path, plan: AdapterPlan, parameters: list[str], rows: Mapping[str, int]
 ) -> None:
-    """Compare an adapter file's header with the plan; reads no tensor. `parameters` are those of
-    the bare model, `rows` its `_embeddings`."""
+    """Compare an adapter file's header with the plan; reads no tensor. `parameters` are the bare
+    model's names of parameters, `rows` its `_embeddings`."""
     with _open(weights) as file:
         sizes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     own = sorted(k for k in rows.keys() & sizes.keys() if sizes[k] != plan.tensors.get(k))
@@ -527,7 +527,7 @@ def _check_file(
 
 
 def _kind(key: str, parameters: list[str]) -> str:
-    """The kind of a tensor that its settings do not ask for."""
+    """Words for the kind of a tensor that the adapter's settings do not ask for."""
     if key.removeprefix(PEFT_PREFIX).replace(".base_layer", "") in parameters:
         return "are the model's own, which neither modules_to_save nor bias names"
     for end, setting in (("lora_B.bias", "lora_bias"), ("lora_magnitude_vector", "use_dora")):
@@ -547,7 +547,7 @@ class _SeededLora(LoraModel):
     """PEFT's LoRA; each module is created after seeding with its name."""
 
     def __init__(self, model: nn.Module, config: LoraConfig, seed: int) -> None:
-        # Before nn.Module.__init__, which allows plain values only.
+        # Set before nn.Module.__init__ has run, when only plain values are allowed.
         self._training_seed = seed
         self.asked_for: list[str] = []  # the names that PEFT looks up in rank_pattern
         super().__init__(model, {ADAPTER_NAME: config}, ADAPTER_NAME)
@@ -604,7 +604,7 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
 
 
 def _file_tensors(model: nn.Module, embedding_keys: frozenset[str]) -> dict[str, torch.Tensor]:
-    state = model.state_dict()  # given, PEFT does not take biases of updates for damage
+    state = model.state_dict()  # with it PEFT does not take biases of updates for damage
     peft = get_peft_model_state_dict(model, state, ADAPTER_NAME, save_embedding_layers=False)
     tensors = {PEFT_PREFIX + key: tensor for key, tensor in peft.items()}
     for key in sorted(embedding_keys):

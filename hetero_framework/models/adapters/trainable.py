@@ -1,4 +1,4 @@
-"""The weights that a shard trains and exports: all of them, or an adapter over frozen ones.
+"""The weights that a shard trains and exports: all weights, or an adapter over frozen weights.
 
 PEFT is imported for adapters alone, since its import takes a third as long as torch's.
 """
@@ -46,7 +46,7 @@ def attach_adapter(shard: Shard, plan: AdapterPlan | None, seed: int) -> None:
             parameter.requires_grad_(trains)
     for name, parameter in shard.model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:
-            # Adam's epsilon is zero in it: weights without a gradient would become NaN at once.
+            # Adam's epsilon is zero in float16: weights without a gradient would become NaN.
             raise ConfigError(
                 f"{name} would be trained in float16, whose range is too small for an optimizer",
                 hint='set "model.dtype": "float32" (with "training.fp16": true for float16 '
@@ -63,8 +63,8 @@ def trainable_parameters(shard: Shard) -> list[tuple[str, nn.Parameter]]:
 
 
 def tied_parameters(shard: Shard) -> dict[str, nn.Parameter]:
-    """By name, in the order of places, the trained parameters here that are tied to a weight of an
-    earlier place."""
+    """The trained parameters here that are tied to a weight of an earlier place, by name, in the
+    order of places."""
     named = dict(shard.model.named_parameters())
     tied = {name: named[name] for name in shard.ties if name in named}
     return {name: parameter for name, parameter in tied.items() if parameter.requires_grad}

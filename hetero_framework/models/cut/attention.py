@@ -20,7 +20,7 @@ _INSTEAD = 'set model.attn_implementation to "sdpa", or to null, the model\'s ow
 
 
 def attention_support(name: str, kind: str) -> Support:
-    """Whether a device of that kind ("cpu", "cuda", ...) trains with that attention here."""
+    """Whether a device of this kind ("cpu", "cuda", ...) can train with this attention here."""
     if name in _PACKAGES:
         module, package = _PACKAGES[name]
         if importlib.util.find_spec(module) is None:
@@ -33,7 +33,7 @@ def attention_support(name: str, kind: str) -> Support:
 
 
 def check_installed(name: str | None) -> None:
-    """Raise DeviceError where what that attention needs is not on this machine."""
+    """Raise DeviceError where this machine lacks what the attention needs."""
     if name is not None and not (support := attention_support(name, _GPUS[0])):
         raise DeviceError(
             f"model.attn_implementation is {name!r}, which this machine cannot run:"
@@ -44,8 +44,8 @@ def check_installed(name: str | None) -> None:
 
 def check_attention(config: Config, devices: Mapping[int | str, str] | None = None) -> None:
     """Raise DeviceError that names the processes with layers whose device cannot train with
-    model.attn_implementation. `devices` are names such as "cuda:0" where more is known than the
-    configuration says; "auto" is not judged."""
+    model.attn_implementation. `devices` are names such as "cuda:0", for processes of which more is
+    known than the configuration says; "auto" is not judged."""
     name = config.model.attn_implementation if config.model is not None else None
     if name is None:
         return

@@ -41,11 +41,11 @@ class CausalLM(ChunkedObjective):
         token_metrics: bool = False,
     ) -> None:
         """`loss_chunk_tokens`, `id_layers`: as for `ChunkedObjective`. `label_smoothing`: the share
-        of a token's loss that is the mean over all tokens in its place. `token_metrics`: whether
+        of a token's loss that is the mean over the whole vocabulary. `token_metrics`: whether
         TOKEN_METRICS are measured."""
         super().__init__(loss_chunk_tokens, id_layers)
         self._smoother = LabelSmoother(label_smoothing) if label_smoothing else None
-        # Smoothed, the log-softmax is kept once more.
+        # Label smoothing keeps the log-softmax once more.
         self._logit_bytes += 4 * (self._smoother is not None)
         self.metric_names: tuple[str, ...] = TOKEN_METRICS if token_metrics else ()
 
@@ -60,8 +60,8 @@ class CausalLM(ChunkedObjective):
         backward: Callable[[torch.Tensor], None] | None,
         predictions: Predictions | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Outside training without what routers add to it. With it come the tensors that `metrics`
-        wants, and those of `predictions`."""
+        """The loss, and the tensors for `metrics` and of `predictions`. Outside training the loss
+        is without the routers' term."""
         divisor, differentiate = num_items, backward
         if backward is not None and averages_means(type(shard.model)):
             predicted = inputs["labels"][..., shard.ids_per_token :]
@@ -104,14 +104,14 @@ class CausalLM(ChunkedObjective):
         return loss if divisor is num_items else loss / num_items, named
 
     def metrics(self, named: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-        """Each a mean over micro-batches."""
+        """The token metrics, each a mean over micro-batches."""
         return token_metrics(named) if self.metric_names else {}
 
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """As in transformers' Trainer. It leaves the first label of each row, which is not
-        predicted, out only where it knows the loss from the class's name, and so not for
-        `GPT2LMHeadModel`. Where it averages means, these are the items. Smoothed losses are divided
-        by the same number."""
+        """Counts as transformers' Trainer does. The Trainer leaves out the first label of each row,
+        which is not predicted, only where it knows the loss from the class's name, and so not for
+        `GPT2LMHeadModel`. Where it averages the means of micro-batches, micro-batches are the
+        items. Smoothed losses are divided by the same number."""
         if averages_means(model_class(config)):
             return len
         loss = LOSS_MAPPING.get(getattr(meta_model(config), "loss_type", None) or "")
@@ -127,7 +127,7 @@ class CausalLM(ChunkedObjective):
 
 
 def _every(looks: Sequence[Look]) -> Look | None:
-    """All of these as one; None for none."""
+    """One function that calls all of these; None without any."""
 
     def look(logits: torch.Tensor, labels: torch.Tensor) -> None:
         for each in looks:
@@ -139,14 +139,14 @@ def _every(looks: Sequence[Look]) -> Look | None:
 def _divided(
     backward: Callable[[torch.Tensor], None], num_items: torch.Tensor
 ) -> Callable[[torch.Tensor], None]:
-    """`backward` of a loss that has not been divided yet."""
+    """A `backward` that first divides the loss by `num_items`."""
     return lambda loss: backward(loss / num_items)
 
 
 def averages_means(cls: type[PreTrainedModel]) -> bool:
-    """Whether the Trainer averages the losses of a step's micro-batches, each the mean of its own
-    tokens. It does for classes whose loss takes no number of items, and for those that ask for it:
-    multimodal ones, most of them."""
+    """Whether the Trainer averages the losses of a step's micro-batches, each the mean over its own
+    tokens. The Trainer does so for classes whose loss takes no number of items, and for classes
+    that ask for it, most of them multimodal."""
     accepts = getattr(cls, "accepts_loss_kwargs", None)
     if accepts is None:
         parameters = inspect.signature(cls.forward).parameters.values()

@@ -2,7 +2,7 @@
 
 The blocks run on the whole micro-batch. The part behind them works token by token in nearly every
 causal model, so it runs on one loss chunk at a time, each differentiated before the next begins.
-The chunks depend on the shape alone, so they and the bits are the same for every cut.
+The chunks depend on the shape alone, so chunks and result have the same bits for every cut.
 
 Shapes: B rows of a micro-batch, S tokens, D hidden size, V vocabulary.
 """
@@ -72,13 +72,13 @@ def chunked_loss(
     """`CausalLM.loss` over `chunks`; `backward` differentiates the loss of each."""
     with running():
         (top_BSD,) = shard.forward(inputs, received)
-    # No mask: it masks what the blocks see. Positions keep those of a long row within their table.
+    # No mask: only blocks use it. Given positions keep a long row within the model's table.
     cut = {name: inputs[name] for name in inputs.keys() & {"labels", "position_ids"}}
 
     def loss(number: int, span: Span, chunk_BSD: torch.Tensor) -> torch.Tensor:
         chunk = {name: values[span] for name, values in cut.items()}
         if hasattr(inputs.get("attention_mask"), "_hetero_host"):
-            # Without one transformers reads positions on the device, for a mask of no use here.
+            # Without a mask transformers reads positions on the device, to make one that is unused.
             chunk["attention_mask"] = all_seen(chunk["labels"])
         with running():
             return shard.chunk_loss(chunk, chunk_BSD, num_items, number, smoother, look)
@@ -93,8 +93,8 @@ def sum_of_chunks(
     loss: Callable[[int, Span, torch.Tensor], torch.Tensor],
     backward: Callable[[torch.Tensor], None] | None,
 ) -> torch.Tensor:
-    """The sum of `loss(number, span, hidden_BSD)` over the chunks of what the blocks gave,
-    detached; `backward` differentiates each before the next begins."""
+    """The sum of `loss(number, span, hidden_BSD)` over the chunks of the blocks' output, detached.
+    `backward` differentiates each chunk before the next begins."""
     gradient_BSD = torch.zeros_like(top_BSD) if backward and top_BSD.requires_grad else None
     total = torch.zeros((), device=top_BSD.device)
     sums = _Sums(shard.parameters_outside_blocks())
@@ -116,8 +116,8 @@ def sum_of_chunks(
 
 
 class _Sums:
-    """Adds up the chunks' gradients in float32 where a parameter's own type is narrower: rounded
-    once at the end, as the gradient of the whole micro-batch is."""
+    """Adds up the chunks' gradients in float32 where a parameter's own type is narrower. Each sum
+    is rounded once, at the end, as the gradient of the whole micro-batch is."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._narrow = [p for p in parameters if p.requires_grad and p.dtype.itemsize < 4]

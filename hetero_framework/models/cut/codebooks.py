@@ -1,9 +1,9 @@
 """Models whose tokens have several ids each, one of every codebook (the audio codes of Musicgen).
 
-A micro-batch has them as rows of ids like any other, those of one token side by side. Such a model
-takes, and predicts, a row of its own for each codebook of a sample.
+A micro-batch has one row of ids per sample, with the ids of a token side by side. Such a model
+takes and predicts a separate row for each codebook of a sample.
 
-Shapes: B samples, S tokens, C ids of each; a row of a micro-batch has up to S x C ids.
+Shapes: B samples, S tokens, C ids per token; a row of a micro-batch has up to S x C ids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FILLING = {"input_ids": 0, "labels": IGNORE_INDEX}
 
 
 def ids_per_token(model: PreTrainedModel) -> int:
-    """C, which is 1 for models of text: as many ids as the model has embeddings to add up."""
+    """C: the number of embeddings that the model adds up for a token; 1 for models of text."""
     try:
         embeddings = model.get_input_embeddings()
     except NotImplementedError:  # of a class that does not name them
@@ -31,7 +31,7 @@ def ids_per_token(model: PreTrainedModel) -> int:
 
 def for_model(inputs: Mapping[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
     """The tensors of a micro-batch as a model with `count` ids a token takes them: ids and labels
-    [B x C, S], all others [B, S], with what the first id of each token has."""
+    [B x C, S], all others [B, S] with the values at the first id of each token."""
     if count == 1:
         return dict(inputs)
     return {

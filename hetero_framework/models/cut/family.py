@@ -1,9 +1,9 @@
 """Families of models, and heads: what the heart asks of kinds of models that it does not know.
 
-transformers' classes for text are cut by the rules of this folder. Another kind is a `Family` in
-the registry's table "families", by the task of the model section, which is the `model_type` of its
-configurations too. A class for text with another head than that of a language model has a `Head` in
-the table "heads", by its task.
+transformers' classes for text are cut by the rules of this folder. Another kind of model is a
+`Family` in the registry's table "families". Its key is a task of the model section and also the
+`model_type` of the family's configurations. A class for text whose head is not a language model's
+has a `Head` in the table "heads", by its task.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 
 class Family(Protocol):
-    """A kind of model; `config` is a configuration that `read` or `tiny` has made. Any is written
-    for types of modules that know this one; the docstrings name them."""
+    """A kind of model; `config` is a configuration that `read` or `tiny` has made. Any stands for
+    types from modules that import this one; the docstrings name them."""
 
     stock_class: type[PreTrainedModel]
-    """The class of its models, of which only names, shapes and types count."""
+    """The class of the family's models; only its names, shapes and types count."""
 
     def decided(self, config: Config) -> Config:
-        """A run's configuration with what its data decide of the model, where they are here."""
+        """A run's configuration with all that its data, if they are here, decide on the model."""
 
     def read(self, model: ModelConfig, base_dir: Path) -> PretrainedConfig:
         """The configuration that the model section names. Raises ModelError, ArchitectureError."""
 
     def tiny(self, config: PretrainedConfig) -> PretrainedConfig:
-        """That of a model with random weights; transformers' own configuration is `config`."""
+        """The configuration of a model with random weights, from transformers' own `config`."""
         return config
 
     def structure(self, config: PretrainedConfig) -> Any:
@@ -47,10 +47,10 @@ class Family(Protocol):
         ArchitectureError."""
 
     def compare(self, config: PretrainedConfig, ranges: Any) -> Any:
-        """The Comparison of the model that is cut at ShardRanges with the whole one."""
+        """The Comparison of the model that is cut at these ShardRanges with the whole model."""
 
     def entering(self, config: PretrainedConfig, block: int, rows: int) -> tuple[Form, ...]:
-        """The forms of what enters a block, or leaves the last one, for `rows` examples."""
+        """The forms of the tensors that enter a block, or leave the last, for `rows` examples."""
 
     def flops(self, config: PretrainedConfig, block: int, rows: int) -> int:
         """Floating-point operations of a block's forward for `rows` examples."""
@@ -67,40 +67,40 @@ class Family(Protocol):
         return config
 
     def processor(self, config: PretrainedConfig) -> tuple[str, str | None] | None:
-        """The checkpoint, and its revision, whose files of a processor a result gets."""
+        """The checkpoint and its revision from which a result gets a processor's files."""
         return None
 
     def card(self, config: PretrainedConfig) -> tuple[str, str, str]:
-        """The title, the lines that load it, and their library, of a result of this family."""
+        """For a result's card: its title, lines of Python that load it, and their library."""
 
     def loading(self, weights: Path) -> str | None:
         """A line of Python that loads a result's weights; None: as transformers does."""
         return None
 
     def load(self, fields: dict[str, Any], folder: Path) -> Any:
-        """The model of such a result; `fields` are those of its config.json."""
+        """The model of a result in `folder`; `fields` are the fields of its config.json."""
 
 
 class Head(Protocol):
     """A kind of head; `config` is a configuration of a class that has it."""
 
     misfit: str
-    """Advice for a head of another size than the configuration's, behind a first one."""
+    """Advice for a head whose size is not the configuration's; it follows another advice."""
 
     def enter(self, model: ModelConfig, config: PretrainedConfig) -> None:
-        """Enter what the model section says of the head."""
+        """Enter what the model section says of the head into `config`."""
 
     def decided(self, model: ModelConfig, data: TrainData) -> tuple[dict[str, Any], str]:
         """The settings of the model section that the data decide, and the reason. Raises
-        ConfigError for one that cannot be."""
+        ConfigError for a setting that cannot be."""
 
     def found(self, model: ModelConfig, config: PretrainedConfig) -> ModelConfig:
-        """The model section with the head of `config`, which stands beside an adapter."""
+        """The model section with the head of `config`, the configuration beside an adapter."""
 
     def probe(
         self, config: PretrainedConfig, ids: Tensor, mask: Tensor, generator: Generator
     ) -> dict[str, Tensor]:
-        """A batch for a tiny model, of these tokens."""
+        """A batch of these tokens for a tiny model."""
 
 
 def family_named(name: str) -> Family | None:
@@ -119,8 +119,8 @@ def family_asked(model: ModelConfig | None) -> Family | None:
 
 
 def head_for(task: str) -> Head | None:
-    """The head of models with this task; None for that of a language model, and for families.
-    Raises ConfigError where no extra here has it."""
+    """The head of models with this task; None for language models and for families. Raises
+    ConfigError where no extra here has the head."""
     if task == "causal-lm" or registry.has("families", task):
         return None
     head: Head = registry.needed("heads", task, f"a model for {task}")

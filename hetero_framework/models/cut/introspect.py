@@ -46,7 +46,7 @@ from hetero_framework.models.library import LIBRARY_ERRORS, quiet_library
 from hetero_framework.models.rng import seed_cpu
 
 _PER_LAYER = re.compile(r".*(layer|block)_?types?$")
-_learned: dict[str, ModelStructure] = {}  # by the tiny configurations that this process has met
+_learned: dict[str, ModelStructure] = {}  # by tiny configuration, in this process
 
 
 @dataclass(frozen=True)
@@ -88,21 +88,21 @@ class BlockForm:
 class ModelStructure:
     """Where the parts of a model are.
 
-    `owner` says which stage has a trained parameter outside the blocks: -1 the first, i that of
-    block i, `num_layers` the last. `shared` gives the blocks (-1: before the first) beside which a
-    parameter is used, if more than one. `sides` are the tensors that cross boundaries beside the
-    hidden state; `id_readers` the blocks that read values of the token ids alone; `holders` those
-    after which the model itself still uses the hidden state that they received; `reports` the calls
-    in blocks whose outputs it uses behind all of them, in order. `running` are the blocks that run;
-    those that text alone does not reach stay as they are. `hidden_shape` is a hidden state's in the
-    tiny copy, whose hidden size is `tiny_width`; it has `token_factor` tokens for each one of the
-    text (ProphetNet predicts several), and `more_tokens` that the model adds to each row (a prompt
-    of CPM-Ant's). A token of the text has `ids_per_token` ids (`codebooks.py`). `takes_embeddings`
-    tells whether blocks receive all but the hidden state alike where the model gets embeddings in
-    place of token ids, `reaches_into_blocks` whether the model uses weights of its blocks (to
-    rescale them) before it runs them, `loss_counts_items` whether its own loss is the sum over
-    tokens divided by `num_items_in_batch`, plus other terms. `statistics` are the buffers of blocks
-    that training changes.
+    `owner` says which stage has a trained parameter outside the blocks: -1 the first, i the stage
+    of block i, `num_layers` the last. `shared` gives the blocks (-1: before the first) beside which
+    a parameter is used, if more than one. `sides` are the tensors that cross boundaries beside the
+    hidden state. `id_readers` are the blocks that read values of the token ids alone. `holders` are
+    the blocks whose received hidden state the model itself still uses after them. `reports` are the
+    calls in blocks whose outputs the model uses behind all blocks, in order. `running` are the
+    blocks that run; blocks that text alone does not reach stay as they are. `hidden_shape` is a
+    hidden state's shape in the tiny copy, whose hidden size is `tiny_width`. A hidden state has
+    `token_factor` tokens for each token of the text (ProphetNet predicts several), and
+    `more_tokens` that the model adds to each row (a prompt of CPM-Ant's). A token of the text has
+    `ids_per_token` ids (`codebooks.py`). `takes_embeddings`: embeddings in place of token ids leave
+    all that blocks receive beside the hidden state unchanged. `reaches_into_blocks`: the model uses
+    weights of its blocks (to rescale them) before it runs them. `loss_counts_items`: its own loss
+    is the sum over tokens divided by `num_items_in_batch`, plus other terms. `statistics` are the
+    buffers of blocks that training changes.
     """
 
     model_class: type[PreTrainedModel]
@@ -135,12 +135,12 @@ class ModelStructure:
 
     @property
     def width_factor(self) -> int:
-        """The last size of a hidden state, in hidden sizes."""
+        """The last size of a hidden state, as a multiple of the hidden size."""
         return self.hidden_shape[-1] // self.tiny_width
 
     @property
     def streams(self) -> int:
-        """How many hidden sizes a token has in the tiny copy's hidden state."""
+        """Numbers per token in the tiny copy's hidden state, as a multiple of the hidden size."""
         tokens = PROBE_ROWS * self.hidden_tokens(PROBE_TOKENS * self.ids_per_token)
         return max(1, math.prod(self.hidden_shape) // (tokens * self.tiny_width))
 
@@ -220,8 +220,8 @@ def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructu
 
 
 def _find_blocks(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tuple[str, _Watch]:
-    """The list of blocks: the heaviest ModuleList whose members run once each, in order; else, some
-    of whose members do and the others do not run (those that attend to images)."""
+    """The list of blocks: the heaviest ModuleList whose members run once each, in order. Without
+    one, members that do not run are allowed (those that attend to images)."""
     candidates = [
         (sum(p.numel() for p in module.parameters()), name, module)
         for name, module in model.named_modules()
@@ -229,7 +229,7 @@ def _find_blocks(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tup
     ]
     candidates.sort(key=lambda c: -c[0])
     reasons: list[str] = []
-    again = False  # whether some run more than once
+    again = False  # whether blocks run more than once
     in_part: list[tuple[str, _Watch]] = []
     for _, name, module in candidates:
         if any(name.startswith(f"{other}.") for other in reasons):
@@ -265,8 +265,8 @@ def _watched(
 def _tokens_of(
     model: PreTrainedModel, blocks: str, watch: _Watch, fewer: dict[str, torch.Tensor]
 ) -> tuple[int, int]:
-    """(`token_factor`, `more_tokens`) of a `ModelStructure`; `fewer` are inputs with fewer tokens
-    than those of `watch`, for a second forward where there are not as many as in the text."""
+    """(`token_factor`, `more_tokens`) of a `ModelStructure`. If the hidden state has not as many
+    tokens as the text, a second forward runs on `fewer`, inputs with fewer tokens."""
     most = _tokens(watch)
     if most == PROBE_TOKENS:
         return 1, 0
@@ -296,7 +296,7 @@ def _takes_embeddings(
 
 
 def _tokens(watch: _Watch) -> int:
-    """Tokens of a row of the hidden state, beside which the rows stand."""
+    """Tokens per row of the hidden state: the size of the axis beside the rows."""
     pairs = [pair for pair in itertools.pairwise(watch.hidden_shape[:-1]) if PROBE_ROWS in pair]
     return max(max(pair) for pair in pairs) if pairs else PROBE_TOKENS
 
@@ -319,10 +319,10 @@ class _Watch(WeightUses):
         pairs = tied_names(model).items()
         paths = {name.rpartition(".")[0] for pair in pairs for name in pair}
         self._tied = {path: model.get_submodule(path) for path in sorted(paths)}
-        # The phases in which the module at a path ran, of those that have tied weights.
+        # By path of a module with tied weights, the phases in which the module ran.
         self.ran: dict[str, set[int]] = {}
-        # By block, copied when the block began: containers change later.
-        self._received: list[list[tuple[Way, torch.Tensor, Any]]] = []  # with each one's graph
+        # What each block received, copied when the block began: containers change later.
+        self._received: list[list[tuple[Way, torch.Tensor, Any]]] = []  # with its graph
 
     def __enter__(self) -> _Watch:
         for index, block in enumerate(self._blocks):
@@ -367,7 +367,7 @@ class _Watch(WeightUses):
         self.phases.setdefault(name, set()).add(self.provenance.phase)
 
     def forms(self) -> tuple[BlockForm, ...]:
-        """How each block was called; one that does not run has the form of its neighbour. Raises
+        """How each block was called; a block that does not run has its neighbour's form. Raises
         ArchitectureError if no hidden state passes."""
         calls = zip(self.order, self.calls, self.outputs, strict=True)
         seen = {i: BlockForm(_entry(i, *call), *_exit(i, output)) for i, call, output in calls}
@@ -481,7 +481,7 @@ class _Watch(WeightUses):
 
 
 def _argument_name(block: nn.Module, path: Way) -> str:
-    """A place in a block's call in words."""
+    """Words for a place in a block's call."""
     (_, argument), *rest = path[1:]
     if isinstance(argument, int):
         parameters = list(inspect.signature(block.forward).parameters)
@@ -524,15 +524,15 @@ def _owners(
     model: PreTrainedModel, blocks: str, watch: _Watch, constant: set[str]
 ) -> dict[str, int]:
     """See `ModelStructure.owner`. Constants (frozen parameters, such as tables of sines) have no
-    owner: all need them."""
+    owner: all stages need them."""
     last, behind = watch.order[-1], len(watch.forms())
     tied = tied_names(model)
     owner = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name.startswith(f"{blocks}.") or name in constant:
             continue
-        # A tied weight is used in several places; which of its names is meant tells the module that
-        # runs there, else that the target is the later one.
+        # A tied weight is used in several places. The module that runs there tells which of its
+        # names is meant; if none runs, the target counts as the later place.
         phases = watch.ran.get(name.rpartition(".")[0]) or watch.phases.get(name, {-1})
         phase = max(phases) if name in tied else min(phases)
         owner[name] = -1 if phase < 0 else behind if phase > 2 * last else phase // 2
@@ -558,8 +558,8 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _loss_counts_items(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> bool:
-    """See `ModelStructure.loss_counts_items`. False where that loss does not run, as with one over
-    the tokens after an image."""
+    """See `ModelStructure.loss_counts_items`. False where the model's own loss does not run, such
+    as a loss over the tokens after an image."""
     items = (inputs["labels"][:, 1:] != -100).sum()
     with torch.no_grad():
         losses = []
@@ -575,9 +575,9 @@ def _loss_counts_items(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) 
 
 
 def layer_kinds(config: PretrainedConfig) -> list[int]:
-    """For each layer the first one of its kind: of the same modules, with weights of the same
-    shapes and types, and of the same type where the configuration lists one for every layer; in a
-    model of a family, with the same input. Raises ArchitectureError. Nothing is loaded."""
+    """For each layer, the first layer of its kind. Layers of a kind have equal modules, shapes and
+    types of weights, and layer types (if the configuration lists them); in a model of a family also
+    equal inputs. Loads nothing. Raises ArchitectureError."""
     structure = introspect(config)
     blocks = meta_model(config).get_submodule(structure.blocks)
     assert isinstance(blocks, nn.ModuleList)
@@ -594,7 +594,7 @@ def layer_kinds(config: PretrainedConfig) -> list[int]:
 
 
 def _listed(config: PretrainedConfig, num_layers: int) -> Iterator[list[object]]:
-    """The type of every single layer, by the configuration."""
+    """The lists in the configuration that have a type for every single layer."""
     for name, value in config.get_text_config().to_dict().items():
         if _PER_LAYER.match(name) and isinstance(value, list) and len(value) == num_layers:
             yield value

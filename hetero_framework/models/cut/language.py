@@ -1,7 +1,7 @@
 """The language model of a configuration: its class, and a copy without weights.
 
-A multimodal class holds more than that, in modules that text does not use: its *towers*
-(extras/multimodal/towers.py). They are taken out of it.
+A multimodal class also has modules that text does not use: its *towers*
+(extras/multimodal/towers.py). They are taken out of the class.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LISTED = "docs/architectures.md lists the architectures that can be cut"
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class of a configuration's language model: the stock one (`stock_class`), without its
+    """The class of a configuration's language model: the stock class (`stock_class`) without its
     towers. Raises ArchitectureError as `towers`."""
     cls, gone = stock_class(config), towers(config)
     return registry.find("multimodal", "class")(cls, gone) if gone else cls
@@ -92,7 +92,7 @@ def no_tiny_copy(
 
 
 def run_on_text(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> None:
-    """A forward of a tiny model without labels. Raises ArchitectureError where text will not do."""
+    """Run a tiny model forward, without labels. Raises ArchitectureError if text is not enough."""
     try:
         model(**inputs, use_cache=False)
     except LIBRARY_ERRORS as error:

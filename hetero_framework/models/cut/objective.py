@@ -1,5 +1,5 @@
-"""Objectives: what a run learns. Engine, planner, memory estimate and evaluation know one by its
-class `Objective` alone: another one needs no change in any of them.
+"""Objectives: what a run learns. Engine, planner, memory estimate and evaluation know an objective
+by the class `Objective` alone: a new objective needs no change in any of them.
 
 Shapes: B rows of a micro-batch, S tokens.
 """
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 
 COUNT = "batches/"
-"""Before the name of a metric: how many micro-batches have it, where not all do."""
+"""Prefix of a metric's name, for the number of micro-batches that have it, where not all do."""
 
 
 class Predictions(Protocol):
-    """Takes what users' compute_metrics is given from the logits of one micro-batch."""
+    """Takes, from the logits of one micro-batch, what users' compute_metrics is given."""
 
     @property
     def wants_all(self) -> bool:
@@ -44,27 +44,27 @@ class Predictions(Protocol):
         """The tensors to send beside the loss; `chunks` are the places of the logits."""
 
     def of_labels(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The same for a classifier."""
+        """The tensors to send beside a classifier's loss."""
 
 
 class Objective(ABC):
-    """An objective of a run: the loss of a micro-batch, what it is made of, and what is said of it.
-    The registry has the data and the class of model that go with its name."""
+    """An objective of a run: the loss of a micro-batch, the tensors it needs, and its metrics. The
+    registry has the kind of data and the model's task by the objective's name."""
 
     counts_tokens = False
     """Whether `prediction_counter` counts tokens."""
 
     has_reference = False
-    """Whether the model as it was before the training is asked about each pair."""
+    """Whether the model as it was before the training is also run on each pair."""
 
     adds_routing = False
-    """Whether what the model's routers report is a part of the loss."""
+    """Whether the loss has a term for the model's routers."""
 
     metric_names: tuple[str, ...] = ()
     """The names of the metrics."""
 
     unit = "tokens"
-    """What speed is counted in; "examples" where those have no tokens."""
+    """The unit that speed is counted in; "examples" where examples have no tokens."""
 
     label_name = "labels"
     """The tensor of a micro-batch that users' compute_metrics gets as label_ids."""
@@ -76,8 +76,8 @@ class Objective(ABC):
     # -- a micro-batch --------------------------------------------------------------------------
 
     def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
-        """Of a micro-batch's tensors those that a stage needs. Here: tokens in front and where its
-        layers read them, labels and their sources at the end, others everywhere."""
+        """The tensors of a micro-batch that a stage needs. Here: token ids on the first stage and
+        where layers read them, labels and sources on the last stage, others everywhere."""
         reads = not self._id_layers.isdisjoint(range(spec.start, spec.end))
         needed = {"input_ids": spec.is_first or reads}
         needed |= dict.fromkeys(("labels", "sources"), spec.is_last)
@@ -107,21 +107,20 @@ class Objective(ABC):
             backward: differentiates a loss that is divided, and leaves the gradients in parameters
                 and `received`. None outside training.
 
-        One that also takes `predictions: Predictions | None` makes what users' compute_metrics is
-        given.
+        A `loss` that also takes `predictions: Predictions | None` serves users' compute_metrics.
         """
 
     def metrics(self, named: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-        """Numbers to log, of all micro-batches of a step or an evaluation, by `metric_names`, from
-        the tensors that came with the losses; those with COUNT are not logged. Raises ProtocolError
-        for tensors that this objective does not make: they come from another machine."""
+        """Numbers to log by `metric_names`, from the tensors that came with the losses of all
+        micro-batches of a step or an evaluation. Names with COUNT are not logged. Raises
+        ProtocolError for tensors of another objective: they come from another machine."""
         return {}
 
     def gathered(
         self, named: Sequence[Mapping[str, torch.Tensor]], most: int
     ) -> Sequence[Mapping[str, torch.Tensor]]:
-        """For `metrics`, the tensors of a step that ends an epoch: where TRL's trainer measures no
-        others, those of the first `most` examples of each micro-batch. Here: of all."""
+        """The tensors for `metrics` of a step that ends an epoch. Where TRL's trainer measures only
+        the first `most` examples of each micro-batch, only theirs. Here: of all examples."""
         return named
 
     @property
@@ -137,7 +136,7 @@ class Objective(ABC):
 
     @property
     def logs_num_tokens(self) -> bool:
-        """Whether the tokens trained on so far are among the metrics, as TRL has them there."""
+        """Whether the number of tokens trained on so far is among the metrics, as in TRL."""
         return bool(self.metric_names) and self.unit == "tokens"
 
     @property
@@ -149,11 +148,11 @@ class Objective(ABC):
 
     @abstractmethod
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """Counts what the losses of a step's micro-batches are divided by in training."""
+        """A function that counts what the losses of a step are divided by in training."""
 
     @abstractmethod
     def prediction_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """Counts what an evaluation's loss is divided by."""
+        """A function that counts what an evaluation's loss is divided by."""
 
     def num_chunks(self, config: PretrainedConfig, inputs: Inputs) -> int:
         """How many pieces the loss of a micro-batch is computed in."""
@@ -162,7 +161,7 @@ class Objective(ABC):
     # -- before the run -------------------------------------------------------------------------
 
     def check(self, plan: AdapterPlan | None) -> None:
-        """Raise ConfigError for a run that this objective cannot have, with this adapter."""
+        """Raise ConfigError if this objective cannot train with this adapter (None: no adapter)."""
         return
 
     def probe_inputs(self, config: PretrainedConfig, inputs: Inputs) -> Inputs:
@@ -174,20 +173,20 @@ class Objective(ABC):
     def loss_bytes(
         self, text: PretrainedConfig, tokens: int, number_bytes: int, head_numbers: int
     ) -> int:
-        """Memory that the last stage needs for the loss of a micro-batch of `tokens` tokens, beside
-        that of layers, with weights of `number_bytes` each. `head_numbers` counts the trained
+        """Bytes that the last stage needs for the loss of a micro-batch of `tokens` tokens, beside
+        the layers' memory. A weight has `number_bytes` bytes. `head_numbers` counts the trained
         weights behind the layers that are narrower than float32."""
 
 
 class ChunkedObjective(Objective):
-    """One whose loss is made of the logits of all tokens, a loss chunk at a time."""
+    """An objective whose loss is made of the logits of all tokens, a loss chunk at a time."""
 
     def __init__(
         self,
         loss_chunk_tokens: int | Literal["auto"] | None,
         id_layers: frozenset[int] = frozenset(),
     ) -> None:
-        """`loss_chunk_tokens`: tokens whose logits exist at once, at most; None: all."""
+        """`loss_chunk_tokens`: most tokens whose logits exist at once; None: no limit."""
         super().__init__(id_layers)
         self._loss_chunk_tokens = loss_chunk_tokens
         # The float32 upcast of a logit, its log-softmax and the gradients of both.
@@ -200,7 +199,7 @@ class ChunkedObjective(Objective):
     def loss_bytes(
         self, text: PretrainedConfig, tokens: int, number_bytes: int, head_numbers: int
     ) -> int:
-        """Of one loss chunk, also a float32 sum for the narrower trained weights."""
+        """Bytes of one loss chunk; of several, also a float32 sum for narrower trained weights."""
         # In float32 the upcast is no copy.
         per_logit = self._logit_bytes + (0 if number_bytes == 4 else number_bytes)
         limit = chunk_tokens(self._loss_chunk_tokens, text)

@@ -21,15 +21,15 @@ def next_token(training: TrainingConfig, id_layers: frozenset[int]) -> CausalLM:
 
 
 def register_objective(name: str, make: Make, data: str = "text", task: Task = "causal-lm") -> None:
-    """Let training.objective name another objective, which `make` makes of the settings and of the
-    layers that read token ids. `data` are the examples that it is trained on, `task` is what the
-    model does. In a file of --import, on every machine."""
+    """Let training.objective name another objective. `make` makes it of the settings and of the
+    layers that read token ids. `data` is its kind of examples, `task` the model's task. Call this
+    in a file of --import, on every machine."""
     registry.register("objectives", name, make, data=data, task=task)
 
 
 def objective_of(training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> Objective:
     """The objective of a run; `id_layers` as for `Objective`. Raises ConfigError for an unknown
-    one."""
+    name."""
     needs_of(training.objective)
     with control.users_code(f"the objective {training.objective!r} cannot be made", ConfigError):
         make: Make = registry.find("objectives", training.objective)

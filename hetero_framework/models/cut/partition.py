@@ -26,7 +26,7 @@ from hetero_framework.models.cut.side import Call
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Layers `[start, end)`; the first shard also has the part before, the last the part behind."""
+    """Layers `[start, end)`. The first shard also has all before, the last all after the layers."""
 
     start: int
     end: int
@@ -57,7 +57,7 @@ class Skeleton:
         named = dict(model.named_parameters(remove_duplicate=False))
         self.parameters = [*named]
         self.constants = {name for name, p in named.items() if not p.requires_grad}
-        """Parameters that the class freezes, such as tables of sines; many stages may hold one."""
+        """Parameters that the class freezes, such as tables of sines; many stages may hold them."""
         self.names = {*self.parameters, *model.state_dict()}
         self.modules = {name: index for index, (name, _) in enumerate(model.named_modules())}
         self.towers = towers(config)
@@ -70,8 +70,8 @@ class Skeleton:
             self._local[name] = counts[parent] = counts.get(parent, -1) + 1
 
     def parameter_index(self, name: str) -> tuple[int, ...]:
-        """Where a parameter stands in the whole model: (module, place in it). An adapter's stand
-        behind those of the deepest module of the whole model in their name."""
+        """A parameter's position in the whole model: (module, place in it). An adapter's parameter
+        follows those of the deepest module of the whole model that is in its name."""
         parts = name.split(".")
         for length in range(len(parts) - 1, -1, -1):
             module = ".".join(parts[:length])
@@ -87,7 +87,7 @@ class Skeleton:
 
     def _ties_of_places(self) -> dict[str, str]:
         """{target: source} of the ties to a weight of an earlier place, one target for each place,
-        in their order."""
+        in the order of places."""
         targets: dict[tuple[int, str], str] = {}
         for target, source in self.tied.items():
             here, there = self._place(target), self._place(source)
@@ -96,7 +96,7 @@ class Skeleton:
         return {target: source for (_, source), target in sorted(targets.items())}
 
     def _place(self, name: str) -> int | None:
-        """The block that a parameter lies in, -1 for before and their number for behind them."""
+        """The block that a parameter lies in; -1 before the blocks, their number behind them."""
         layer = self.layer_of(name)
         return self.structure.owner.get(name) if layer is None else layer
 
@@ -110,7 +110,7 @@ class Skeleton:
         return [target for target in self.ties if self.holds(target, rng)]
 
     def holds(self, name: str, rng: ShardRange) -> bool:
-        """Whether a shard has the parameter or module of this name (a head for a tied weight)."""
+        """Whether a shard has the parameter or module of this name."""
         layer = self.layer_of(name)
         if layer is not None:
             return rng.start <= layer < rng.end
@@ -122,7 +122,7 @@ class Skeleton:
 
     @property
     def is_separable(self) -> bool:
-        """Whether a block's weights are its own: neither shared nor rescaled by the model."""
+        """Whether the model neither shares, ties nor rescales weights of its blocks."""
         tied = {*self.ties, *self.ties.values()}
         shared = self.structure.shared.keys() - tied
         tied_blocks = [name for name in tied if self.layer_of(name) is not None]
@@ -137,7 +137,8 @@ class Skeleton:
 
 
 def check_cut(config: PretrainedConfig, whole: Skeleton, rng: ShardRange) -> None:
-    """Raise ArchitectureError for tensors that cannot cross a cut beside the hidden state."""
+    """Raise ArchitectureError for an unknown routers' loss, for layers that are skipped at random,
+    and for weights that layers on both sides of a cut share."""
     text = config.get_text_config()
     structure = whole.structure
     if getattr(text, "output_router_logits", False):
@@ -170,10 +171,10 @@ class Captured(Exception):
 
 
 class PassThrough(nn.Module):
-    """Stands for an absent block: returns the hidden state it is given. What models read of their
-    blocks stays: plain attributes (`attention_type`), and tensors without memory
+    """Stands for an absent block: returns the hidden state it is given. Attributes that models read
+    of their blocks stay: plain ones (`attention_type`), and tensors without memory
     (`mamba.mup_vector`). Methods that a model calls on all blocks do nothing. The modules named in
-    `reporting` can pass for those of the block that report to the model (`report`)."""
+    `reporting` can report to the model in place of the block's own (`report`)."""
 
     def __init__(self, block: nn.Module, form: BlockForm, reporting: Sequence[str] = ()) -> None:
         super().__init__()
@@ -205,7 +206,7 @@ class PassThrough(nn.Module):
                 parent.add_module(child, self._reporting[name])
 
     def report(self, module: str, output: Any) -> None:
-        """Have one of them return this, with all that the model has hooked to it."""
+        """Have a reporting module return this output, with all that the model has hooked to it."""
         reporting = self._reporting[module]
         reporting.forward = lambda: output
         try:
@@ -221,7 +222,7 @@ class PassThrough(nn.Module):
 
 
 def _without_weights(module: nn.Module) -> nn.Module:
-    """The module itself; its tensors become attributes without memory."""
+    """Turn the tensors of a module into attributes without memory. Returns the module."""
     for inner in module.modules():
         for tensors in (inner._parameters, inner._buffers):
             taken = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -243,8 +244,8 @@ def _inner(parent: nn.Module, name: str) -> nn.Module:
 
 
 class Lender(nn.Module):
-    """Stands for an absent block while a shard is read: those modules of it that targets in this
-    shard are tied to. `stand_in` takes its place then."""
+    """Stands for an absent block while a shard is loaded. It has the modules of the block that
+    targets in this shard are tied to. Then `stand_in` takes its place."""
 
     stand_in: PassThrough
 
@@ -262,7 +263,7 @@ class Lender(nn.Module):
 def _lent_modules(
     block: nn.Module, prefix: str, present: Callable[[str], bool]
 ) -> dict[str, nn.Module]:
-    """The modules of a block, by path, that have a parameter of their own that is `present`."""
+    """The modules of a block, by path, with a `present` parameter that lies in no inner module."""
     return {
         path: module
         for path, module in block.named_modules()
@@ -294,7 +295,7 @@ class AfterBlocks(nn.Module):
 
 
 def _copy_outline(source: nn.Module, target: Any) -> None:
-    """Plain attributes and tensors' shapes of a module and of the modules in it."""
+    """Give `target` plain attributes and tensors' shapes of a module and of the modules in it."""
     copy_plain_attributes(source, target)
     tensors = [*source.named_parameters(recurse=False), *source.named_buffers(recurse=False)]
     for name, tensor in tensors:
@@ -314,8 +315,8 @@ def _outline(module: nn.Module) -> Any:
 
 
 def shard_class(whole: Skeleton, present: Callable[[str], bool]) -> type[PreTrainedModel]:
-    """The model's own class with everything taken out after construction that is not `present`, a
-    test of the names of blocks and of the parameters outside blocks."""
+    """A subclass of the model's class that after construction takes out all that is not `present`.
+    `present` tests the names of blocks and of the parameters outside blocks."""
     base = whole.structure.model_class
 
     def __init__(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
@@ -369,7 +370,7 @@ def _take_out(model: Any, path: str, attributes: list[str], *, after: bool) -> N
 
 
 def _restrict_tying(model: Any, present: Callable[[str], bool]) -> None:
-    """Leave in the library's tables only ties whose both ends are here."""
+    """Take ties out of the library's tables unless both ends are here."""
     for prefix, submodule in model.named_modules():
         if isinstance(submodule, PreTrainedModel):
             module: Any = submodule
@@ -394,8 +395,8 @@ def fill_absent(model: Any) -> None:
 def outside(
     model: Any, whole: Skeleton, rng: ShardRange, wanted: Callable[[nn.Module], bool]
 ) -> dict[str, nn.Module]:
-    """The `wanted` modules of a shard before and after its blocks, by name: those without inner
-    modules that have only parameters of the shard."""
+    """The `wanted` modules of a shard before and after its blocks, by name: modules without inner
+    modules whose parameters are all the shard's."""
     owned = {name for name in whole.structure.owner if whole.holds(name, rng)}
     modules = {}
     for path in sorted({name.rpartition(".")[0] for name in owned} - {""}):
@@ -407,8 +408,8 @@ def outside(
 
 
 def untie(model: Any, whole: Skeleton, rng: ShardRange, targets: Sequence[str]) -> None:
-    """Make these targets separate parameters, over one storage with all that is tied and here, and
-    take out the lent modules: gradients add up at each place by itself."""
+    """Make these targets separate parameters, so that gradients add up at each place by itself, and
+    take out the lent modules. All tied weights that are here keep one storage."""
     weights = {whole.ties[target]: model.get_parameter(whole.ties[target]) for target in targets}
     for target in targets:
         weight = weights[whole.ties[target]]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 IDS = -2
 """The level of tensors computed from the token ids alone, without weights."""
 
-# Their results have the shape of a tensor and none of its numbers.
+# Operations whose results have the shape of a tensor and none of its numbers.
 _SHAPE_ONLY = {
     "new_empty",
     "new_empty_strided",
@@ -38,7 +38,7 @@ class Provenance(TorchDispatchMode):
     i block i; None: it depends on neither ids nor trained weights. `phase` is where the forward
     stands: 2 i while block i runs, 2 i + 1 after it and before the next, -1 before the first.
     Tensors made in block i have the level i, even a mask: only a shard with the block can make
-    them. So have those made behind it of the hidden state that it `received`.
+    them. Tensors made after block i of the hidden state that it `received` have the level i, too.
     """
 
     def __init__(self, ids: torch.Tensor, weights: Iterable[torch.Tensor]) -> None:
@@ -48,14 +48,14 @@ class Provenance(TorchDispatchMode):
         self._levels = {_storage(ids): IDS}
         self._read: dict[int, set[int]] = {}
         self._received: dict[int, int] = {}
-        self._alive: list[torch.Tensor] = []  # a storage's address may not be used again
+        self._alive: list[torch.Tensor] = []  # so that no storage's address is used again
 
     def received(self, hidden_BSD: torch.Tensor, block: int) -> None:
-        """A block begins, with this hidden state."""
+        """Note that a block begins, with this hidden state."""
         self._received[_storage(hidden_BSD)] = block
 
     def level(self, tensor: torch.Tensor) -> int | None:
-        """See the class."""
+        """The level of a tensor; see the class."""
         return self._levels.get(_storage(tensor))
 
     def is_read(self, tensor: torch.Tensor, block: int) -> bool:
@@ -63,7 +63,7 @@ class Provenance(TorchDispatchMode):
         return _storage(tensor) in self._read.get(2 * block, ())
 
     def is_read_after(self, tensor: torch.Tensor, block: int) -> bool:
-        """Whether an operation behind this block and all others takes it."""
+        """Whether an operation after this block, the last one, takes the tensor."""
         return any(
             phase > 2 * block and _storage(tensor) in read for phase, read in self._read.items()
         )
@@ -74,8 +74,8 @@ class Provenance(TorchDispatchMode):
         return _storage(one) == _storage(other)
 
     def is_held(self, tensor: torch.Tensor, block: int) -> bool:
-        """Whether the model's own code uses the tensor after this block: then its variable counts,
-        not the block's argument."""
+        """Whether the model's own code uses the tensor after this block. Then the tensor in the
+        model's variable has to be replaced, not the block's argument."""
         return any(
             phase > 2 * block and phase % 2 and _storage(tensor) in read
             for phase, read in self._read.items()
@@ -91,7 +91,7 @@ class Provenance(TorchDispatchMode):
         self._alive += made
         inside = self.phase >= 0 and self.phase % 2 == 0
         changed = set(map(_storage, made)) - set(read) | self._written(func, args, kwargs)
-        if inside or changed:  # a view that the model takes between its blocks is no use yet
+        if inside or changed:  # a view that the model takes between its blocks is not yet a use
             self._read.setdefault(self.phase, set()).update(read)
         shape_only = func._schema.name.removeprefix("aten::") in _SHAPE_ONLY
         levels = [] if shape_only else [level for s in read if (level := self._of(s)) is not None]

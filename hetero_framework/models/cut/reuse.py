@@ -1,6 +1,6 @@
 """Modules of a process's former shards, reused by the shards that it loads next.
 
-Reused are frozen blocks, and frozen modules before and after the blocks, quantised ones too.
+Frozen blocks and frozen modules before and after the blocks are reused, quantised ones too.
 Trained weights belong to a step of the run and are never taken from memory.
 """
 
@@ -26,7 +26,7 @@ class ReusableModules:
     fingerprint: Fingerprint = field(default_factory=dict)
 
     def has(self, name: str, whole: Skeleton) -> bool:
-        """Whether the block or the parameter of this name is among it."""
+        """Whether the block or the parameter of this name is among these modules."""
         return whole.layer_of(name) in self.blocks or name.rpartition(".")[0] in self.outside
 
     def put_into(self, model: Any, whole: Skeleton) -> None:
@@ -49,8 +49,8 @@ class ReusePool:
         self._of[rng] = kept
 
     def hand_out(self, origin: object, ranges: Sequence[ShardRange]) -> list[ReusableModules]:
-        """For each shard to come its modules here; others are freed. Those outside the blocks go to
-        a shard with the same ends of the model."""
+        """For each new shard, the modules here that it can use; the others are freed. Modules
+        outside the blocks go to a shard with the same ends of the model."""
         left = self._of if origin == self._origin else {}
         self._of = {}
         return [_taken(left, rng) for rng in ranges]

@@ -3,8 +3,8 @@
 A shard is an instance of a subclass of the model's own class, and transformers runs its own forward
 in it: masks, rotary embeddings, routing and the like stay its business. Blocks outside the range
 pass the hidden state through. The received hidden state is put in at the entry of the first present
-block, and the outgoing one taken at the entry of the first absent block after it, so that whatever
-a model does between its parts happens once, on one stage. Side tensors (`side.py`) go in and out at
+block. The outgoing one is taken at the entry of the first absent block after it, so that whatever a
+model does between its parts happens once, on one stage. Side tensors (`side.py`) go in and out at
 the blocks that receive them. The last shard can also run its blocks first and then the rest on one
 loss chunk at a time (`chunk_loss`).
 
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 Inputs = dict[str, Tensor]
 Look = Callable[[Tensor, Tensor], None]
 """Called with the logits [B, S, V] that a loss is made of, and its labels [B, S]."""
-# Per kind of layer: training or not, sizes of one, the layer's own switches.
+# Compiled versions per kind of layer: training or not, sizes of one, the layer's own switches.
 _COMPILED_VERSIONS = 64
 NOTHING = ReusableModules()
 _GIVEN = ("attention_mask", "position_ids", "token_type_ids")
@@ -111,13 +111,13 @@ def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
 
 
 def _make_known(attention: str | None) -> None:
-    """Make an attention of an extra's known to transformers."""
+    """Register an attention that an extra brings with transformers."""
     if attention is not None and registry.has("attention", attention):
         registry.find("attention", attention)()
 
 
 def stated(model: ModelConfig, base_dir: Path) -> tuple[PretrainedConfig, str]:
-    """The configuration as it is written, and where."""
+    """The configuration as it is written, and the place where it is."""
     if model.from_config is None:
         place = resolve_model_path(str(model.name_or_path), base_dir)
         return read_config(place, model.revision), place
@@ -132,7 +132,7 @@ def stated(model: ModelConfig, base_dir: Path) -> tuple[PretrainedConfig, str]:
 
 
 def _check_built(config: PretrainedConfig, place: str) -> None:
-    """Problems that only the library's reading of a configuration shows. Raises ModelError."""
+    """Raise ModelError for problems that show only in a configuration as the library reads it."""
     text: Any = config.get_text_config()
     if not isinstance(text, PretrainedConfig):
         raise ModelError(
@@ -154,7 +154,7 @@ def _check_built(config: PretrainedConfig, place: str) -> None:
 
 
 def _set_router_loss(config: PretrainedConfig, weight: float) -> None:
-    """Raises ModelError where the architecture has no such weight."""
+    """Set the weight of the routers' loss. Raises ModelError where the architecture has none."""
     text: Any = config.get_text_config()
     if not (hasattr(text, "output_router_logits") and hasattr(text, "router_aux_loss_coef")):
         raise ModelError(
@@ -174,8 +174,8 @@ def load_shard(
     seed: int,
     kept: ReusableModules = NOTHING,
 ) -> Shard:
-    """Load the shard that `rng` names onto `device`; only its own tensors are read, and of these
-    none that are `kept` in memory. With `model.from_config` the weights are random. Raises as
+    """Load the shard that `rng` names onto `device`. Only its own tensors are read, except those
+    that are `kept` in memory. With `model.from_config` the weights are random. Raises as
     `build_shard`, `quantization_config`."""
     config = load_model_config(model, base_dir)
     dtype = None if model.dtype == "auto" else getattr(torch, model.dtype)
@@ -206,11 +206,11 @@ def build_shard(
     seed: int = 0,
     kept: ReusableModules = NOTHING,
 ) -> Shard:
-    """Build a shard from a checkpoint, or (None) with random weights from `seed` and each module's
-    name, by the model's rules; on the device "meta" without any. So are those of a classifier's
-    head that a checkpoint lacks. Modules `kept` of an earlier shard are taken as they are. `dtype`
-    None takes the configuration's. Raises ModelError (files), ArchitectureError (a model that
-    cannot be cut)."""
+    """Build a shard from a checkpoint, or (None) with random weights by the model's rules, from
+    `seed` and each module's name. A classifier's head that a checkpoint lacks is random, too. On
+    the device "meta" there are no weights. Modules `kept` of an earlier shard are taken as they
+    are. `dtype` None takes the configuration's. Raises ModelError (files), ArchitectureError (a
+    model that cannot be cut)."""
     _make_known(config._attn_implementation)
     register_known_masks()
     device, dtype = torch.device(device), dtype or config_dtype(config)
@@ -221,7 +221,7 @@ def build_shard(
         whole = Skeleton(config, introspect(config))
         partition.check_cut(config, whole, rng)
         targets = [name for name in whole.targets(rng) if not kept.has(name, whole)]
-        # A target is loaded from the source that it is tied to, which then goes.
+        # A target is loaded from the source that it is tied to, which is then taken out.
         sources = {whole.ties[target] for target in targets}
 
         def is_read(name: str) -> bool:
@@ -238,7 +238,7 @@ def build_shard(
             model.to_empty(device="cpu")
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 for parameter in model.parameters():
-                    parameter.zero_()  # some are zeros from their constructor on, by no rule
+                    parameter.zero_()  # some are zeros from their constructor, by no rule
                 _initialize("", model, model, seed)
             model.tie_weights(recompute_mapping=False)
             model.to(device)
@@ -286,7 +286,7 @@ def _check_finite(model: torch.nn.Module, source: str) -> None:
     for name, weight in model.named_parameters():
         if not weight.is_floating_point() or weight.is_meta:
             continue
-        # The sum takes no memory; it is not finite either where finite numbers add up to too much.
+        # The sum takes no memory. Finite numbers may add up to too much: then each row is checked.
         if bool(torch.isfinite(weight.detach().sum(dtype=torch.float32))):
             continue
         if wrong := sum(int((~torch.isfinite(row)).sum()) for row in weight.detach()):
@@ -305,7 +305,7 @@ def _key_filter(
     model: PreTrainedModel, whole: Skeleton, checkpoint: Checkpoint
 ) -> tuple[Callable[[str], bool], dict[str, str]]:
     """A test for the tensors of a checkpoint that this shard needs, by the library's renaming; and
-    {key: source} of those that replace the absent source that they are tied to."""
+    {key: source} of tensors that replace an absent source, which they are tied to."""
     names = {*dict(model.named_parameters(remove_duplicate=False)), *model.state_dict()}
     known = dict.fromkeys(whole.names, True)
     rename = renaming(model, known)
@@ -321,8 +321,8 @@ def _key_filter(
         name = lent.get(key) or rename(key)
         if lies_in(name, whole.towers):
             return False
-        # Quantisation keeps its statistics beside a weight, under longer names. A block behind the
-        # model's own, which predicts later tokens, is no such thing.
+        # Quantisation keeps its statistics beside a weight, under longer names. Tensors of a block
+        # behind the model's own, which predicts later tokens, are not wanted.
         while name and name not in known and not above_blocks.startswith(f"{name}."):
             if name in whole.modules and any(n.startswith(f"{name}.") for n in names):
                 return True
@@ -333,8 +333,8 @@ def _key_filter(
 
 
 def new_names(whole: Skeleton, model: PreTrainedModel, checkpoint: Checkpoint) -> list[str]:
-    """The weights that a classifier has behind its layers and a checkpoint lacks, of those in
-    `model`, which is all of it or a shard."""
+    """The weights of `model`, a whole classifier or a shard of it, that are behind the layers and
+    that the checkpoint lacks."""
     if task_of(model.config) == "causal-lm":
         return []
     rename = renaming(model, dict.fromkeys(whole.names, True))
@@ -372,10 +372,10 @@ def _initialize(name: str, module: nn.Module, owner: PreTrainedModel, seed: int)
 class Shard:
     """A runnable layer range of a model.
 
-    `on_enter`, the place to set the random state, is called with "embedding" when a forward starts
-    (tensors that all shards make before the blocks may have dropout, as XLNet's positions) and once
-    more after "noise" (`add_noise`), with i before block i (in its recomputation too) and with
-    "head" after the last block ("head n" for loss chunk n > 0).
+    `on_enter` is the place to set the random state. It is called with "embedding" when a forward
+    starts (tensors that all shards make before the blocks may have dropout, as XLNet's positions)
+    and again after "noise" (`add_noise`), with i before block i, also in its recomputation, and
+    with "head" after the last block ("head n" for loss chunk n > 0).
     """
 
     def __init__(
@@ -386,15 +386,15 @@ class Shard:
         self.range = rng
         self.on_enter: Callable[[str | int], None] | None = None
         self.adapter: AttachedAdapter | None = None
-        # Its files; empty for random weights.
+        # Of the weights that were read; empty for random weights.
         self.fingerprint: Fingerprint = {}
-        # Weights tied to one of an earlier place, which may be on another shard.
+        # Weights tied to a weight of an earlier place, which may be on another shard.
         self.ties = {target: whole.ties[target] for target in whole.targets(rng)}
         self._whole = whole
         # Asked now: over a quantised base, an adapter's type would pass for the model's later.
         self.dtype = model.dtype
-        # Whether the whole model counts as quantised, as TRL asks it: also when weights elsewhere
-        # are alone.
+        # Whether the whole model counts as quantised, as TRL asks it: also when only weights of
+        # other shards are.
         self.is_quantized = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
         structure = whole.structure
         self.entering = () if rng.is_first else structure.sides_at(rng.start)
@@ -417,7 +417,7 @@ class Shard:
         self._former: dict[int, Callable[..., Any] | None] = {}
         self._recomputes = False
         self.storing: Callable[[int, Tensor], AbstractContextManager[None]] | None = None
-        """The context in which the inputs of a block that is computed again are stored."""
+        """Makes the context in which the input of a block that is computed again is stored."""
         self._install()
 
     @property
@@ -445,14 +445,14 @@ class Shard:
 
     @property
     def tied_elsewhere(self) -> set[str]:
-        """The weights of this shard that others have targets of."""
+        """The weights of this shard that are sources of ties with targets on other shards."""
         sources = {s for t, s in self._whole.ties.items() if t not in self.ties}
         return {name for name in sources if self._whole.holds(name, self.range)}
 
     def arrival_problem(self, forms: Sequence[Form], size: tuple[int, int] | None) -> str | None:
         """The problem with a bundle of these forms as the input of this shard; None if there is
-        none, or where the rows and tokens of the micro-batch, its `size`, are not known. Of side
-        tensors only the number is checked."""
+        none, or if the micro-batch's `size`, rows and tokens, is not known. Only the number of side
+        tensors is checked."""
         if size is None:
             return None
         rows, tokens = size
@@ -485,13 +485,13 @@ class Shard:
         """Training mode (dropout, activation checkpointing) on or off."""
         self.model.train(mode)
         for module in self.model.modules():
-            # Outside training mode, which it needs for nothing else, bitsandbytes repacks 4-bit
-            # weights for good on some CPUs: training would go on with other numbers.
+            # Outside training mode bitsandbytes repacks 4-bit weights for good on some CPUs, and
+            # training would go on with other numbers. It uses the mode for nothing else.
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.training = True
 
     def switch_adapter(self, *, on: bool) -> None:
-        """Compute with the adapter, if there is one, or as if there were none."""
+        """Switch the adapter, if there is one, on or off."""
         if self.adapter is not None:
             self.adapter.switch(self.model, on=on)
 
@@ -531,15 +531,15 @@ class Shard:
     def accompany_blocks(
         self, around: Callable[[int, BlockForm, Callable[..., Any]], Callable[..., Any]]
     ) -> None:
-        """Have `around(index, form, forward)` make the forward of each block that is here. It runs
-        in the block's recomputation as well."""
+        """Replace the forward of each block that is here by `around(index, form, forward)`. The new
+        forward also runs in the block's recomputation."""
         forms = self._whole.structure.forms
         self._forwards = {k: around(k, forms[k], forward) for k, forward in self._forwards.items()}
 
     def dissolve(self) -> ReusableModules:
-        """Take the shard apart, for good; its frozen modules, as they were loaded, without adapter
-        and hooks. None of a model whose blocks share weights or are rescaled by it, or whose
-        adapter has rewritten them."""
+        """Take the shard apart for good. Returns its frozen modules as they were loaded, without
+        adapter and hooks. Returns none for a model that shares or rescales weights of its blocks,
+        or whose adapter has rewritten weights."""
         for hook in self._hooks:
             hook.remove()
         for index, former in self._former.items():
@@ -566,8 +566,8 @@ class Shard:
     def forward(self, inputs: Inputs, received: Bundle, cache: Any = None) -> Bundle:
         """The output of this shard's last block. `received` is empty on the first shard. `inputs`
         holds input_ids (first shard, and where blocks read them), attention_mask and optional
-        position_ids. With a `cache`, a ShardCache of extras/talking, they are
-        the tokens behind those that it has seen."""
+        position_ids. With a `cache`, a ShardCache of extras/talking, `inputs` holds the tokens that
+        follow those the cache has seen."""
         if self._entry is None and not self.range.is_first:
             return received
         received = as_inner(received)
@@ -593,7 +593,7 @@ class Shard:
         return "cache_params" if "cache_params" in takes else "past_key_values"
 
     def next_logits(self, inputs: Inputs, received: Bundle, cache: Any) -> Tensor:
-        """The logits of the token behind the only row of `inputs`, [V], on the last shard."""
+        """The logits [V] of the token that follows the only row of `inputs`, on the last shard."""
         logits_BSV: Tensor = self._run(inputs, as_inner(received), cache).logits
         return logits_BSV[0, -1]
 
@@ -614,7 +614,7 @@ class Shard:
             return self.loss(inputs, (hidden_BSD,), num_items, smoother=smoother, look=look)
 
     def chunk_logits(self, inputs: Inputs, hidden_BSD: Tensor, number: int) -> Tensor:
-        """As `chunk_loss`, the logits [B, S, V]."""
+        """The logits [B, S, V] of a loss chunk; arguments as for `chunk_loss`."""
         self._chunk = number
         with self._doing("head"):
             return self.logits(inputs, (hidden_BSD,))
@@ -624,8 +624,8 @@ class Shard:
         return self.logits_and_routing(inputs, received)[0]
 
     def logits_and_routing(self, inputs: Inputs, received: Bundle) -> tuple[Tensor, Tensor | None]:
-        """The logits, and what the model adds to its loss for the routers of all layers, 0-d; None
-        of a model that adds nothing. Raises ArchitectureError where its term is not known."""
+        """The logits, and the term that the model adds to its loss for the routers of all layers,
+        0-d; None without such a term. Raises ArchitectureError where the term is not known."""
         inputs, received = for_model(inputs, self.ids_per_token), as_inner(received)
         output = self._run(inputs, received)
         if not self._whole.structure.reports:
@@ -639,8 +639,8 @@ class Shard:
         return output.logits, weight * output.aux_loss
 
     def classify(self, inputs: Inputs, received: Bundle) -> tuple[Tensor, Tensor]:
-        """A classifier's own loss, the mean over what has a label, and its logits: [B, labels], or
-        [B, S, labels] of tokens."""
+        """A classifier's own loss, the mean over all labels, and its logits: [B, labels], or
+        [B, S, labels] for a classifier of tokens."""
         output = self._run(inputs, as_inner(received), labels=inputs["labels"])
         return output.loss, output.logits
 
@@ -654,10 +654,10 @@ class Shard:
         smoother: LabelSmoother | None = None,
         look: Look | None = None,
     ) -> Tensor:
-        """Sum of the token losses over `inputs["labels"]` divided by `num_items`; unless
-        `tokens_only`, with the model's term for the routers of all layers. A `smoother` computes
-        the token losses instead, and nothing else, as under transformers' Trainer. `look` changes
-        nothing."""
+        """The sum of the token losses over `inputs["labels"]` divided by `num_items`. Unless
+        `tokens_only`, it includes the model's term for the routers of all layers. With a
+        `smoother`, it is the smoother's token loss alone, as in transformers' Trainer. `look` only
+        reads."""
         inputs, received = for_model(inputs, self.ids_per_token), as_inner(received)
         labels = inputs["labels"]
         structure = self._whole.structure
@@ -673,7 +673,7 @@ class Shard:
             of_model: Tensor = output.loss
             return of_model
         if smoother is not None:
-            # As accelerate hands it on under autocast; transformers' own loss does so always.
+            # accelerate gives float32 logits under autocast; transformers' own loss always does.
             smoothed: Tensor = smoother({"logits": logits.float()}, labels, True, num_items)
             return smoothed
         return token_loss(self.model, logits, labels, num_items)
@@ -701,7 +701,7 @@ class Shard:
 
     @contextmanager
     def _doing(self, part: _Part) -> Iterator[None]:
-        """Run only the blocks, or only the part behind them."""
+        """Within the context, run only the blocks, or only the part behind them."""
         self._part = part
         try:
             yield
@@ -713,7 +713,7 @@ class Shard:
         for token ids that blocks read."""
         if self._reads_ids and "input_ids" in inputs:
             return {"input_ids": inputs["input_ids"]}
-        # A hidden state may have other axes in front of them.
+        # A hidden state may have other axes in front of rows and tokens.
         known = (name for name in ("attention_mask", "position_ids", "positions") if name in inputs)
         shaped = inputs.get(next(known, ""), hidden_BSD)
         rows, tokens = shaped.shape[:2]
@@ -725,8 +725,8 @@ class Shard:
         return {"inputs_embeds": zeros}
 
     def _install(self) -> None:
-        """The hooks that insert the hidden state, take it out and announce each block. They know
-        the shard weakly: dropped together they are freed at once."""
+        """Install the hooks that insert the hidden state, take it out and announce each block. They
+        hold the shard by weak references, so that it is freed at once when it is dropped."""
         rng, last = self.range, self._last_running
         for index in range(rng.start, rng.end):
             self._former[index] = vars(self._blocks[index]).get("forward")
@@ -755,15 +755,15 @@ class Shard:
                 if rng.start <= block < rng.end:
                     places.setdefault(block, []).append((number, path))
                     if side.is_held:
-                        break  # the model itself hands the right one on
+                        break  # the model itself hands the right tensor on
         for block, paths in places.items():
             inject = weakly(self._inject, block, paths)
             hook = self._blocks[block].register_forward_pre_hook(inject, with_kwargs=True)
             self._hooks.append(hook)
 
     def _have_reported(self) -> None:
-        """Collect the reports of the blocks here to the model behind all blocks; on the last shard,
-        have absent ones give the received reports."""
+        """Collect the reports that this shard's blocks make to the model behind all blocks. On the
+        last shard, have absent blocks give the received reports."""
         for block, reports in itertools.groupby(self._whole.structure.reports, _block_of):
             if not self.range.is_last and self.range.start <= block < self.range.end:
                 # The outermost module has the last word: an adapter may be in those within.
@@ -783,7 +783,7 @@ class Shard:
             self._captured[place] = tensor_at(output, path)
 
     def _report(self, block: int, reports: list[Report], hidden_BSD: Tensor, call: Call) -> Tensor:
-        """At the entry of an absent block in front of the last shard's."""
+        """Give the received reports, at the entry of an absent block before the last shard's."""
         for report in reports:
             output = copy.deepcopy(report.form)
             for path, side in report.parts:
@@ -806,7 +806,7 @@ class Shard:
             self._blocks[block].on_call = take
 
     def _passing(self, index: int) -> Callable[..., Any]:
-        """A block's forward; it passes the hidden state on while the head works alone."""
+        """A block's forward, which only passes the hidden state on while the head runs alone."""
         form, forward = self._whole.structure.forms[index], self._forwards[index]
         itself = weakref.ref(self)
 
@@ -817,8 +817,8 @@ class Shard:
                 return form.wrap(form.hidden(args, kwargs))
             enter = functools.partial(shard._enter_block, index)
             if shard._recomputes and shard._blocks[index].training and torch.is_grad_enabled():
-                # Entering seeds, in the recomputation too; not every device has a random state
-                # that torch could save.
+                # on_enter seeds in the recomputation, too; not every device has a random state that
+                # torch could save.
                 kept = shard.on_enter is None
                 hidden, storing = form.hidden(args, kwargs), shard.storing
                 with storing(index, hidden) if storing is not None else nullcontext():
@@ -846,7 +846,7 @@ class Shard:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Call | None:
-        """At the entry of a block of this shard."""
+        """Put received tensors in, at the entry of a block of this shard."""
         if self._part == "head":
             return None
         if block == self._entry:
@@ -878,7 +878,8 @@ class Shard:
         hidden_BSD: Tensor,
         call: Call,
     ) -> Tensor:
-        """At the entry of an absent block behind this shard's; the last one ends the forward."""
+        """Collect outgoing tensors, at the entry of an absent block behind this shard's blocks; the
+        last such block ends the forward."""
         if is_first:
             self._captured[0] = hidden_BSD
         for number, path in places:
@@ -891,7 +892,7 @@ class Shard:
         self._captured[0] = self._whole.structure.forms[-1].take(output)
 
     def _noisy(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """After the embedding. What is drawn after the noise is what shards without it draw."""
+        """Add noise after the embedding. Later draws are the same as on shards without noise."""
         from transformers.integrations.neftune import neftune_post_forward_hook  # brings PEFT
 
         if not module.training or self._part == "head":
@@ -904,7 +905,7 @@ class Shard:
         return noisy
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """After the last block, on the last shard."""
+        """Called after the last block, on the last shard."""
         form = self._whole.structure.forms[-1]
         if self._part == "blocks":
             self._captured[0] = form.take(output)
@@ -919,8 +920,8 @@ def _block_of(report: Report) -> int:
 
 
 def _overwrite(placeholder: Tensor, received: Tensor) -> Tensor:
-    """Copy the received tensor into the placeholder, and have gradients lead back: also for tensors
-    in the model's own variables. Raises ArchitectureError where shape or type differ."""
+    """Copy the received tensor into the placeholder, which the model's own variables may hold.
+    Gradients lead back to the received one. Raises ArchitectureError if shape or type differ."""
     if (placeholder.shape, placeholder.dtype) != (received.shape, received.dtype):
         raise ArchitectureError(
             f"a tensor of {tuple(received.shape)}, {received.dtype}, has no place in a stage whose"

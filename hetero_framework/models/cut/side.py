@@ -2,7 +2,7 @@
 
 A boundary carries a bundle: the hidden state, then the side tensors that blocks behind it read and
 parts before it made. Introspection finds them (`ModelStructure.sides`); a shard collects them where
-absent blocks would have received them, and puts them in at the entries of its own.
+absent blocks would have received them, and puts them in at the entries of its own blocks.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Form = tuple[tuple[int, ...], torch.dtype, bool]
 """Shape and type of a tensor that crosses a boundary, and whether a gradient comes back for it."""
 Bundle = tuple[torch.Tensor, ...]
 """The bundle of a boundary: the hidden state, then side tensors in the order of `sides`. Backward:
-their gradients, of those side tensors that want one. Empty where nothing crosses."""
+the gradients of the hidden state and of side tensors that want one. Empty if nothing crosses."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """A tensor of one forward: `maker` is the last part that computed on it (-1: the one before the
-    blocks, i: block i), `places` are where blocks receive it and read it; one behind the last
-    block: where the part after it does (`Report`). `is_held`: the model's own code uses it, too.
-    `shape` and `dtype` are those in the tiny copy. It wants a gradient where one of the `weights`
-    that it depends on is trained."""
+    """A tensor of one forward. `maker` is the last part that computed on it (-1: the part before
+    the blocks, i: block i). `places` are the blocks that read it, and where they receive it; a
+    place behind the last block is the part after the blocks (`Report`). `is_held`: the model's own
+    code uses it, too. `shape` and `dtype` are those in the tiny copy. The tensor wants a gradient
+    where one of the `weights` that it depends on is trained."""
 
     name: str
     maker: int
@@ -41,19 +41,20 @@ class Side:
     weights: frozenset[str]
 
     def crosses(self, boundary: int) -> bool:
-        """Whether it is in the bundle at the entry of block `boundary`."""
+        """Whether the tensor is in the bundle at the entry of block `boundary`."""
         return self.maker < boundary <= self.places[-1][0]
 
     def first_place(self, boundary: int) -> tuple[int, Way]:
-        """The first consumer behind a boundary that it crosses: its block and its way there."""
+        """The first place behind a boundary that the tensor crosses: the block, and the way."""
         return next(place for place in self.places if place[0] >= boundary)
 
 
 @dataclass(frozen=True)
 class Report:
-    """A call of a module in a block whose output the model uses behind all blocks, as it does a
-    router's logits in its loss: `module` is its name in the block, `form` the output without its
-    tensors, and `parts` says which of these are used, and where they are in it."""
+    """A call of a module in a block whose output the model uses behind all blocks, such as a
+    router's logits in the loss. `module` is the module's name in the block, `form` the output
+    without its tensors. `parts` are the tensors that are used, with the way to each in the output.
+    """
 
     block: int
     module: str
@@ -62,7 +63,7 @@ class Report:
 
 
 def hollow(value: Any) -> Any:
-    """Nested tuples, lists and mappings with None for all that is in them."""
+    """The same nested tuples, lists and mappings, with None for every other value."""
     kind: Any = type(value)
     if isinstance(value, Mapping):
         return kind({key: hollow(item) for key, item in value.items()})
@@ -124,7 +125,7 @@ def crossing(left: Bundle) -> Bundle:
 
 
 def as_leaves(received: Bundle) -> Bundle:
-    """Inputs to be differentiated: the hidden state, and side tensors that want it."""
+    """Inputs as leaves that get a gradient: the hidden state, and side tensors that want one."""
     hidden_BSD, *sides = received
     leaves = [side.detach().requires_grad_(side.requires_grad) for side in sides]
     return (hidden_BSD.detach().requires_grad_(), *leaves)
@@ -132,8 +133,8 @@ def as_leaves(received: Bundle) -> Bundle:
 
 def as_inner(received: Bundle) -> Bundle:
     """Inputs as the model inside sees them: none is a leaf, as none is in the whole model. Autocast
-    caches the narrow copy of a float32 leaf: all readers would share it, and round the sum of their
-    gradients."""
+    caches the narrow copy of a float32 leaf: all readers would share the copy, and round the sum of
+    their gradients."""
     return tuple(t.view_as(t) if t.requires_grad else t for t in received)
 
 
@@ -154,12 +155,12 @@ def differentiate(left: Bundle, gradients: Bundle) -> None:
 
 
 def described(*tensors: torch.Tensor) -> str:
-    """ "4 x 128 x 64 of float32"; several with a comma between."""
+    """The forms of tensors in words, as in "4 x 128 x 64 of float32", with commas between."""
     return ", ".join(shown_form(t.shape, t.dtype, t.requires_grad) for t in tensors) or "nothing"
 
 
 def shown_form(shape: Sequence[int], dtype: torch.dtype, wants_gradient: bool = False) -> str:
-    """`shown` of one form."""
+    """One form in words, see `described`."""
     sizes = " x ".join(map(str, shape)) or "a single number"
     wants = " that wants a gradient" if wants_gradient else ""
     return f"{sizes} of {str(dtype).removeprefix('torch.')}{wants}"

@@ -162,7 +162,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_types": [[["global", "local"], TINY_LAYERS // 2]],
     },
     "lfm2_moe": {**_LAYERS, "layer_types": ["conv", "full_attention"] * (TINY_LAYERS // 2)},
-    # Its demands on its text's part.
+    # What the class demands of its part for text.
     "gemma4_assistant": {
         "text_config": {
             "hidden_size_per_layer_input": 0,
@@ -174,7 +174,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     # One layer with attention would share its transformer with no other.
     **dict.fromkeys(("zamba", "zamba2"), _HYBRID),
     **dict.fromkeys(("gemma3n_text", "gemma4_text"), _SHARED_KV),
-    # Without these its layers of full attention have no indexer, and no layer has an embedding.
+    # Without these, layers of full attention have no indexer, and no layer has an embedding.
     "qwen4_exp_text": {
         "head_dim": HEAD_DIM,
         "indexer_n_heads": HEADS,
@@ -222,9 +222,9 @@ def task_of(config: PretrainedConfig) -> Task:
 
 
 def stock_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The library's class of a configuration: the one named in it, of those that classify or
-    generate text, else the causal language model, else the multimodal one. Raises ArchitectureError
-    if there is none."""
+    """The library's class of a configuration: the class named in it, if that classifies or
+    generates text, else the causal language model, else the multimodal class. Raises
+    ArchitectureError if there is none."""
     if (family := family_of(config)) is not None:
         return family.stock_class
     if (task := task_of(config)) != "causal-lm":
@@ -252,8 +252,8 @@ def stock_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def config_for(config: PretrainedConfig, task: Task) -> PretrainedConfig:
-    """`config`, or the part of a composite one that the class for a task takes, which names that
-    class where it is a classifier. Raises ArchitectureError if there is none."""
+    """`config`, or the part of a composite one that the class for a task takes. For a classifier
+    the result names the class. Raises ArchitectureError if there is no class."""
     kept = [_classifier(config, one) for one in _CLASSIFIERS]
     heads = {cls.__name__ for cls in kept if cls is not None}
     named = [name for name in config.architectures or () if name not in heads]
@@ -304,7 +304,7 @@ def architecture_names(task: Task = "causal-lm") -> list[str]:
 
 def tiny_config(name: str, task: Task = "causal-lm") -> PretrainedConfig:
     """A tiny configuration of an architecture, or of a multimodal class. Raises ArchitectureError
-    for an unknown one, and where it has no class for the task."""
+    for an unknown name, and for an architecture without a class for the task."""
     model_type = multimodal_classes().get(name, name)
     if model_type not in CONFIG_MAPPING:
         raise ArchitectureError(
@@ -326,14 +326,14 @@ def tiny_config(name: str, task: Task = "causal-lm") -> PretrainedConfig:
 
 
 def _settings_of_parts(config: PretrainedConfig) -> dict[str, Any]:
-    """The table's entries for the configurations inside."""
+    """The entries of `_DEFAULTS` for the configurations inside."""
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
     types = {name: part.model_type for name, part in parts.items() if part is not None}
     return {name: _DEFAULTS[kind] for name, kind in types.items() if kind in _DEFAULTS}
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Both, also in each other's configurations inside; `other` has the last word."""
+    """The settings of both, merged in the configurations inside, too; `other` has the last word."""
     merged = {**one, **other}
     for name in one.keys() & other.keys():
         if isinstance(one[name], dict) and isinstance(other[name], dict):
@@ -342,8 +342,8 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def shrink(config: PretrainedConfig) -> PretrainedConfig:
-    """`config` with tiny widths: same class, layer count, layer pattern and switches. That of a
-    family stays as it is."""
+    """`config` with tiny widths: same class, layer count, layer pattern and switches. A family's
+    configuration stays as it is."""
     if family_of(config) is not None:
         return config
     fields = _narrow(config.to_dict())
@@ -378,7 +378,7 @@ def probe_inputs(
 
 
 def _layer_counts(fields: dict[str, Any]) -> dict[str, Any]:
-    """The layer counts among the fields, also those of configurations inside."""
+    """Small values for the layer counts among the fields, also in configurations inside."""
     changes: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, int) and name in _LAYER_COUNTS:
@@ -408,7 +408,7 @@ def _narrow(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _key_value_heads(fields: dict[str, Any]) -> dict[str, Any]:
-    """All heads, one, or groups of two, as the original has it."""
+    """Key-value heads: as many as heads, one, or two, where the original has all, one, or some."""
     changes = {}
     for name in _KEY_VALUE_HEADS:
         groups = fields.get(name)
@@ -419,7 +419,7 @@ def _key_value_heads(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _related(fields: dict[str, Any]) -> dict[str, Any]:
-    """Widths that follow from another one."""
+    """Widths that follow from other widths; `is_decoder` becomes true."""
     changes: dict[str, Any] = {}
     rotary = fields.get("qk_rope_head_dim")
     if rotary is not None and fields.get("head_dim") == rotary:
@@ -438,13 +438,13 @@ def _related(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotary(fields: dict[str, Any]) -> dict[str, Any]:
-    """Lists with one entry per rotary frequency, or sections of them."""
+    """Lists with one entry per rotary frequency, or with sizes of sections of frequencies."""
     frequencies = int(HEAD_DIM * fields.get("partial_rotary_factor", 1.0)) // 2
     factors = fields.keys() & {"short_factor", "long_factor"}
     changes: dict[str, Any] = {name: [1.0] * frequencies for name in factors}
     sections = fields.get("mrope_section")
     if isinstance(sections, list):
-        # One of them takes what does not divide, that which differs already.
+        # What does not divide evenly goes to the section whose size differs already.
         odd = next((i for i, size in enumerate(sections) if sections.count(size) == 1), 0)
         narrow = [frequencies // len(sections)] * len(sections)
         narrow[odd] = frequencies - sum(narrow) + narrow[odd]

@@ -15,12 +15,12 @@ from hetero_framework.data.examples import IGNORE_INDEX
 from hetero_framework.errors import ArchitectureError, ProtocolError
 
 SUMS = "token_sums"
-_LOGITS = 1 << 24  # looked at at once, in float32: fewer than the loss's backward needs memory for
+_LOGITS = 1 << 24  # read at once, in float32: less memory than the loss's backward needs
 
 
 class TokenSums:
-    """Adds up over label tokens, in one tensor [3]: the entropy of the model's prediction, whether
-    its likeliest token is the label, and 1."""
+    """Sums over label tokens, in one tensor [3]: the entropy of the model's predictions, the number
+    of tokens whose label is the likeliest token, and the number of tokens."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
@@ -49,8 +49,8 @@ class TokenSums:
 
 
 def token_metrics(named: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """TOKEN_METRICS as means over micro-batches, from what the last stage gave of each. Raises
-    ProtocolError where that holds no sums."""
+    """TOKEN_METRICS as means over micro-batches, from the tensors that the last stage gave for
+    each. Raises ProtocolError where the sums are missing."""
     sums = [tensors[SUMS] for tensors in named if SUMS in tensors]
     if len(sums) != len(named) or any(s.shape != (3,) or s.dtype != torch.float32 for s in sums):
         raise ProtocolError("the last stage gave no sums for training.token_metrics")

@@ -128,9 +128,9 @@ def is_hub_name(name: str) -> bool:
 def base_facts(
     name_or_path: str | None, revision: str | None, base_dir: Path
 ) -> tuple[str | None, dict[str, str], str | None]:
-    """A model's name on the hub, None for a directory, its licence as its own card says it, and
-    the form in which its weights are stored (`stored_format`), as far as its files are on this
-    machine. Nothing for a model that begins at random."""
+    """A model's name on the hub (None for a directory), its licence by its own card, and the form
+    in which its weights are stored (`stored_format`), as far as its files are on this machine.
+    Nothing for a model with random weights."""
     if name_or_path is None:
         return None, {}, None
     source = resolve_model_path(name_or_path, base_dir)

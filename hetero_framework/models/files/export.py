@@ -60,26 +60,26 @@ _log = logging.getLogger(__name__)
 
 
 class WeightsBeside(Protocol):
-    """Weights of a model beside those of its language model."""
+    """The weights that a model has beside its language model."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Their names in a checkpoint, and the tensors, one at a time."""
+        """The weights' names in a checkpoint, and the tensors, one at a time."""
 
     def copy_processor(self, folder: Path) -> None:
-        """Copy the files that say how its other inputs are prepared."""
+        """Copy the files that say how the model's other inputs are prepared."""
 
 
 def export_layers(shard: Shard, *, untie: bool = False) -> Iterator[Tensors]:
-    """Yield the shard's weights as a Hugging Face checkpoint names them, on the CPU, by layer, with
-    transformers' weight conversions (fused experts) reverted; the inputs of each lie in one layer.
-    Weights tied to another one are left out, unless `untie`."""
+    """Yield the shard's weights layer by layer, on the CPU, with the names of a Hugging Face
+    checkpoint. transformers' weight conversions (fused experts), each within a layer, are reverted.
+    Weights tied to another weight are left out, unless `untie`."""
     model = shard.model
     left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
     if not untie:
         left_out.update(shard.ties)
     state = {key: tensor for key, tensor in model.state_dict().items() if key not in left_out}
     if not shard.range.is_first:
-        # Constants outside the layers are in every shard; one of them speaks for all.
+        # Constants outside the layers are in every shard; the first shard gives them.
         parameters = {name for name, _ in model.named_parameters()} - shard.constants
         state = {key: t for key, t in state.items() if key in parameters or _LAYER.match(key)}
     layers: dict[str, Tensors] = {}
@@ -102,8 +102,8 @@ def expected_checkpoint_tensors(config: PretrainedConfig) -> Shapes:
 def base_generation(
     model: ModelConfig, base_dir: Path, config: PretrainedConfig
 ) -> GenerationConfig | None:
-    """How text is generated with the model that the `model` section names, as transformers reads it
-    with the weights; None for a class that generates none. Raises ModelError."""
+    """The generation configuration of the model that the `model` section names, as transformers
+    reads it with the weights; None for a class that generates no text. Raises ModelError."""
     if not model_class(config).can_generate():
         return None
     if model.name_or_path is None:
@@ -132,8 +132,8 @@ def align_tokens(
     ends_as_told: bool = False,
 ) -> None:
     """Enter the tokenizer's special tokens in both configurations, as Trainer and SFTTrainer do:
-    generation ends at the learned end, too. `ends_as_told`: the end was chosen by `data.eos_token`,
-    which takes the place of the configuration's."""
+    generation also ends at the learned end. `ends_as_told`: the end token was chosen by
+    `data.eos_token`, and replaces the configuration's end token."""
     from transformers.trainer_utils import align_special_tokens  # slow: it brings PEFT
 
     settle_pad_token(tokenizer, config.get_text_config().vocab_size)
@@ -155,7 +155,7 @@ def write_adapter(
     classifier: PretrainedConfig | None = None,
 ) -> None:
     """Write a PEFT adapter directory from the shards' parts, atomically. `card` is the text
-    of its README.md; `classifier` says in its config.json what PEFT does not: the labels. Raises
+    of its README.md; `classifier` is written as config.json, which has the labels. Raises
     CheckpointError, with the keys, for tensors that are missing, unexpected, misshapen or there
     twice."""
     tensors: Tensors = {}
@@ -218,8 +218,8 @@ def write_checkpoint(
         config.architectures, config.dtype = [model_class(config).__name__], files.dtype
         config.save_pretrained(str(folder))
         if generation_config is not None:
-            # Not `save_pretrained`, which refuses what many published ones hold (a temperature
-            # without sampling) once a token was changed.
+            # Not `save_pretrained`: once a token was changed, it refuses settings of many published
+            # models (a temperature without sampling).
             place = str(folder / repository.GENERATION)
             generation_config.to_json_file(place, keys_to_pop=["compile_config"])
         if tokenizer is not None:
@@ -233,8 +233,8 @@ def write_checkpoint(
 def weights_beside(
     model: ModelConfig, base_dir: Path, config: PretrainedConfig
 ) -> WeightsBeside | None:
-    """Weights of the finished model beside the language model's; None where it has none. Raises
-    ModelError where those of a model of several parts are not all there."""
+    """The weights of the finished model beside its language model; None for a model of one part.
+    Raises ModelError where some of these weights are missing."""
     if not towers(config):
         return None
     found: WeightsBeside = registry.find("multimodal", "weights")(model, base_dir, config)
@@ -261,7 +261,7 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
 def _checked(
     parts: Iterable[Mapping[str, torch.Tensor]], expected: Shapes, what: str
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """The parts, compared with the tensors of the whole model."""
+    """Yield the parts, and compare them with the tensors of the whole model."""
 
     def refuse(problem: str, keys: Set[str]) -> None:
         if keys:
@@ -283,7 +283,7 @@ def _checked(
 
 
 class _WeightFiles:
-    """Weight files of bounded size; their number is in their names, so renamed at the end."""
+    """Writes weight files of bounded size, and renames them when their number is known."""
 
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
         self._folder = folder
@@ -346,8 +346,8 @@ class OutputDirectory:
         self._old = self.path.with_name(f".{self.path.name}.old")
 
     def check(self, *sources: str | Path) -> None:
-        """Raise CheckpointError where nothing may be written: it holds something, or is one of the
-        `sources` of the artefact (directories or hub names)."""
+        """Raise CheckpointError where nothing may be written: the path is a file, holds something,
+        or is one of the artefact's `sources` (directories or hub names)."""
         for source in map(Path, sources):
             if self.path.exists() and source.exists() and self.path.samefile(source):
                 raise CheckpointError(
@@ -365,8 +365,9 @@ class OutputDirectory:
 
     @contextmanager
     def writing(self) -> Iterator[Path]:
-        """A folder that becomes the directory when the block ends, and vanishes when it raises.
-        Raises CheckpointError also for a file that is not ours; ResourceError for the disk."""
+        """A folder that becomes the directory when the block ends, and vanishes if the block
+        raises. Raises CheckpointError as `check`, and for files of another origin that are in the
+        way; ResourceError for faults of the disk."""
         try:
             self.check()
             if put_back(self.path, self._old):
@@ -386,7 +387,7 @@ class OutputDirectory:
                 discard(self._partial)
 
     def put_card(self, text: str | None) -> None:
-        """Write the artefact's README.md, unless somebody else's stands in the directory."""
+        """Write the artefact's README.md, unless one of another origin is in the directory."""
         if text is not None and CARD not in set(self._present()) - self._listed():
             (self._partial / CARD).write_text(text, encoding="utf-8", newline="\n")
 
@@ -416,7 +417,7 @@ class OutputDirectory:
         return sorted(path.name for path in self.path.iterdir()) if self.path.is_dir() else []
 
     def _listed(self) -> set[str]:
-        """The files of the artefact that is there; none without its list."""
+        """The files of the artefact in the directory; none without a list."""
         try:
             listed = json.loads((self.path / EXPORT_LIST).read_text("utf-8"))["files"]
             return {EXPORT_LIST, *map(str, listed)}
@@ -440,7 +441,7 @@ class OutputDirectory:
 
 
 def _link(source: Path, target: Path) -> None:
-    """`source` a second time, without a copy of its bytes where the file system can do that."""
+    """Put `source` at `target` as well: by links if the file system can make them, else a copy."""
 
     def link(one: str, other: str) -> None:
         try:

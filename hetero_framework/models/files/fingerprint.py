@@ -1,7 +1,7 @@
-"""Fingerprints of weights: shows whether all processes read the same ones.
+"""Fingerprints of weights, which show whether all processes read the same weights.
 
 A fingerprint maps each layer, and each tensor outside the layers, to a hash of its names, types,
-shapes and bytes in the files, however these are cut. Further entries stand for the configuration,
+shapes and bytes, however the files are cut. Further entries stand for the configuration,
 the list of files and the hub's commit. Entries that two fingerprints have in common must be equal.
 """
 
@@ -33,8 +33,8 @@ _NOT_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "auto
 
 
 def fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> Fingerprint:
-    """Hashes of the layers that hold the tensors `names`, each with all its tensors. Remembered
-    until a file changes. Raises ModelError for a file that cannot be read."""
+    """Hashes of the layers that hold the tensors `names`; a layer's hash is of all its tensors.
+    Remembered until a file changes. Raises ModelError for a file that cannot be read."""
     groups = {layer_group(name) for name in names}
     members: dict[str, list[str]] = defaultdict(list)
     for name in checkpoint.files:
@@ -51,8 +51,8 @@ def fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> Fingerprint:
 
 
 def whole_fingerprint(source: str, revision: str | None) -> Fingerprint | None:
-    """The fingerprint of all weights on this machine; None where a file is absent. Without commit
-    and list of files: other ones may hold the same weights."""
+    """The fingerprint of all weights on this machine; None where a file is absent. It leaves out
+    commit and list of files, since other files may hold the same weights."""
     try:
         checkpoint = Checkpoint(source, revision, local=True)
         whole = fingerprint(checkpoint, checkpoint.files)
@@ -65,8 +65,8 @@ def check_same_model(
     loaded: Sequence[tuple[str, Mapping[str, str]]], expected: Fingerprint | None
 ) -> None:
     """Raise ModelError unless all stages were read from one model: `loaded` are the processes with
-    the fingerprints that they read, `expected` the coordinator's own. Without it the stages are
-    compared with each other, by configuration, list of files and revision."""
+    the fingerprints that they read, `expected` the coordinator's own. Without `expected` the stages
+    are compared with each other, by configuration, list of files and revision."""
     for number, (process, read) in enumerate(loaded):
         others = loaded[:number] if expected is None else [("the coordinator", expected)]
         for other, theirs in others:
@@ -104,7 +104,7 @@ def summary(parts: Iterable[Mapping[str, str]]) -> str:
 
 
 def layer_group(name: str) -> str:
-    """The layer that a tensor belongs to, as "model.layers.3"; its own name outside the layers."""
+    """The layer of a tensor, such as "model.layers.3"; outside the layers the tensor's name."""
     layer = _LAYER.match(name)
     return layer.group(1) if layer else name
 
@@ -126,7 +126,7 @@ def _origin(checkpoint: Checkpoint) -> Fingerprint:
 
 
 def _file_digests(path: Path, names: list[str]) -> dict[str, str]:
-    """For tensors of one file the hash of type, shape and bytes."""
+    """The hash of type, shape and bytes of each of these tensors of one file."""
     status = path.stat()
     # The change time too: copying programs keep the time of modification.
     times = status.st_mtime_ns, status.st_ctime_ns

@@ -1,8 +1,8 @@
 """4-bit and 8-bit frozen weights through bitsandbytes, quantised the same under any cut.
 
 transformers leaves some modules in full precision: the head, tied weights and the model's last
-module. In a middle shard that would be one of its projections, so the list is taken from the whole
-model and handed over explicitly.
+module. The last module of a middle shard is one of its projections, so the list is taken from the
+whole model and handed over explicitly.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def quantization_config(
 ) -> BitsAndBytesConfig | dict[str, Any] | None:
     """How to hold a model's weights quantised; None for full precision.
 
-    "nf4" is QLoRA's 4-bit NormalFloat with double quantisation (Dettmers et al. 2023), its products
-    in `compute_dtype`. "int8" is LLM.int8(). A quantised checkpoint is read with its own settings,
-    a dictionary for `model_config`. Raises as `stored_quantization`, DeviceError
-    where bitsandbytes cannot run, ConfigError for a checkpoint quantised otherwise.
+    "nf4" is QLoRA's 4-bit NormalFloat with double quantisation (Dettmers et al. 2023), with
+    products in `compute_dtype`. "int8" is LLM.int8(). A quantised checkpoint is read with its own
+    settings, a dictionary for `model_config`. Raises DeviceError where bitsandbytes cannot run,
+    ConfigError for a checkpoint quantised otherwise.
     """
     stored = stored_quantization(model_config)
     if kind is None and stored is None:
@@ -95,14 +95,14 @@ def stored_settings(model_config: PretrainedConfig) -> dict[str, Any]:
 
 
 def devices_known(config: Config, local: Collection[int | str] = ()) -> dict[int | str, str | None]:
-    """Why processes have no 4 bits, as far as that is known before they are asked: by the kind of
-    the device, and by opening it for those of this machine, `local`."""
+    """For each process, why its device cannot do 4 bits; None if it can, or if that is not known.
+    The kind of the device tells; devices of `local` processes, on this machine, are also opened."""
     reasons: dict[int | str, str | None] = {}
     for owner in ["local", *(worker.id for worker in config.planned_workers)]:
         device = config.machine(owner).device
         reasons[owner] = without_four_bit(device.partition(":")[0])
         if owner in local:
-            with suppress(DeviceError):  # an absent one is reported elsewhere
+            with suppress(DeviceError):  # an absent device is reported elsewhere
                 reasons[owner] = open_device(device).no_four_bit
     return reasons
 
@@ -110,9 +110,9 @@ def devices_known(config: Config, local: Collection[int | str] = ()) -> dict[int
 def check_devices(
     config: Config, model: PretrainedConfig, reasons: Mapping[int | str, str | None]
 ) -> None:
-    """Raise ConfigError that names the processes that are to hold quantised weights and cannot;
-    `reasons` says why a device has none, as far as devices are known. Also for a kind that a
-    quantised checkpoint is not. Raises as `stored_quantization`."""
+    """Raise ConfigError that names the processes that are to hold quantised weights and cannot, or
+    that are to hold another kind than a quantised checkpoint has. `reasons` has why a device
+    cannot, as far as devices are known."""
     stored = stored_quantization(model)
     problems: list[str] = []
     for owner in config.plan.owners if config.is_planned else reasons:

@@ -1,8 +1,8 @@
 """Contradictions between a checkpoint's weights and its config.json, checked once before a run.
 
-transformers compares tied weights that a checkpoint holds twice and keeps a head of its own, and
-warns of tensors that the model has no place for. A shard sees only its own tensors, so the process
-that starts a run checks the whole model: all names, and the values of tied weights.
+If a checkpoint holds both ends of tied weights, transformers compares them and unties those that
+differ. It warns of tensors that the model has no place for. A shard sees only its own tensors, so
+the process that starts a run checks the whole model: all names, and the values of tied weights.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ _CHUNK_BYTES = 1 << 26
 _MADE = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 _OF_8_BITS = ("SCB", "weight_format")
 _SHOWN = 4
-_A_SECOND = 100e6  # numbers of FP8 on one core (benchmarks/stored_forms.py)
+_A_SECOND = 100e6  # FP8 numbers a second on one core (benchmarks/stored_forms.py)
 
 
 def as_held(model: ModelConfig, base_dir: Path) -> tuple[ModelConfig, list[str]]:
-    """The `model` section with `tie_word_embeddings` as the checkpoint has it, where it holds both
-    ends of tied weights, and warnings. Raises ModelError, also for names that a wrapper made."""
+    """The `model` section, and warnings. If the checkpoint holds both ends of tied weights, the
+    section's `tie_word_embeddings` says whether they are equal. Raises ModelError, also for names
+    that a wrapper made."""
     if model.name_or_path is None or family_asked(model) is not None:
         return model, []
     config = load_model_config(model, base_dir)
@@ -92,7 +93,7 @@ def new_weights(model: ModelConfig, base_dir: Path) -> list[str]:
 
 def stored_lines(model: ModelConfig, base_dir: Path) -> list[str]:
     """A line on weights that a checkpoint stores in a form of few bits: the bytes of their files,
-    as far as they are known without a download, those in full, and the time for all. Raises
+    if known without a download, the bytes of the full weights, and the time to make these. Raises
     ModelError where tensors that are on this machine do not belong to each other."""
     if model.name_or_path is None or family_asked(model) is not None:
         return []
@@ -122,7 +123,7 @@ def stored_lines(model: ModelConfig, base_dir: Path) -> list[str]:
 
 
 def _left_out(checkpoint: Checkpoint, whole: Any, config: Any, names: list[str]) -> Iterator[str]:
-    """A warning of tensors without a place in the model, but for the library's exceptions."""
+    """A warning of tensors without a place in the model, except those that the library allows."""
     known, buffers = {*whole.state_dict()}, [name for name, _ in whole.named_buffers()]
     modules = {name for name, _ in whole.named_modules() if name}
     silent = {*(whole._keys_to_ignore_on_load_unexpected or ())}
@@ -152,7 +153,7 @@ def _left_out(checkpoint: Checkpoint, whole: Any, config: Any, names: list[str])
 
 
 def few(names: list[str]) -> str:
-    """The first of these names."""
+    """The first names, with "..." where there are more."""
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 

@@ -48,8 +48,8 @@ _CODE_HINT = (
 
 
 def read_config(source: str, revision: str | None) -> PretrainedConfig:
-    """The configuration of a directory or hub repository. Raises ModelError, also where anything in
-    it would have code loaded: then no library has seen it."""
+    """The configuration of a directory or hub repository. Raises ModelError, also for settings that
+    would load code, before a library sees them."""
     for path in repository.settings_files(source, revision, _SETTINGS):
         check_settings(repository.read_json(path, ModelError), str(path))
     try:
@@ -80,8 +80,8 @@ def read_config(source: str, revision: str | None) -> PretrainedConfig:
 
 
 def check_settings(fields: dict[str, Any], where: str) -> None:
-    """Raise ModelError for settings of a model, which stand at `where`, that would have code
-    loaded, or that count more parts than any model has: the library makes a list of them."""
+    """Raise ModelError for a model's settings at `where` that would load code, or that count more
+    parts than any model has: the library makes a list of the parts."""
     repository.refuse_code_in(fields, where, ModelError, _CODE_HINT)
     for key, value in repository.settings_in(fields):
         if _COUNT.search(key) and isinstance(value, (int, float)) and value > _MOST_PARTS:
@@ -91,8 +91,8 @@ def check_settings(fields: dict[str, Any], where: str) -> None:
 
 
 def quantization_of(fields: Mapping[str, Any]) -> Any:
-    """The `quantization_config` in a config.json, where some have it in the part for texts. Raises
-    ModelError for two that differ."""
+    """The `quantization_config` in a config.json, or in its part for text. Raises ModelError for
+    two that differ."""
     text = fields.get("text_config")
     inner = text.get("quantization_config") if isinstance(text, dict) else None
     given = [fields.get("quantization_config"), fields.get("compression_config"), inner]
@@ -139,8 +139,7 @@ def check_quantizer(settings: Any, source: str) -> None:
 
 
 def as_loaded(config: PretrainedConfig) -> None:
-    """Take the stored form of weights out of a configuration: they are full once they are
-    loaded."""
+    """Take the stored form of weights out of a configuration: loaded weights are full."""
     for part in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):
             if stored_format(getattr(part, name, None)) is not None:
@@ -151,14 +150,14 @@ class StoredFormat(Protocol):
     """How the weights of a checkpoint are made of the tensors in its files."""
 
     def weights(self, files: Mapping[str, str]) -> dict[str, dict[str, str]]:
-        """By the name of a weight in full precision its stored tensors, of those in `files`, by
-        their roles. Raises ModelError."""
+        """{name of a weight in full precision: {role: stored tensor}}, for the tensors in `files`.
+        Raises ModelError."""
 
     def weight(
         self, name: str, slices: Mapping[str, Any], dtype: torch.dtype, device: torch.device
     ) -> Any:
-        """An unread slice of a weight of full precision, of unread `slices` of its stored tensors
-        by role. Raises ModelError."""
+        """An unread slice of a weight in full precision, made of unread `slices` of its stored
+        tensors, by role. Raises ModelError."""
 
 
 _CONVERT = (
@@ -169,7 +168,7 @@ _CONVERT = (
 
 class Checkpoint:
     """The safetensors files of a model, by tensor name, and its weights (`parts`), each with the
-    tensors that it is made of. `local` downloads nothing. `used` are the names of all tensors that
+    tensors it is made of. With `local` nothing is downloaded. `used` has the names of tensors that
     `slices` has opened. Raises ModelError for a file that is absent or damaged."""
 
     def __init__(self, source: str, revision: str | None = None, *, local: bool = False) -> None:
@@ -245,7 +244,7 @@ class Checkpoint:
         return None if file is None else Path(file)
 
     def checked(self, filename: str) -> Path:
-        """The path of a weight file whose header is in order."""
+        """The path of a weight file. Raises ModelError where its header cannot be read."""
         path = self._there(filename)
         with _open(path):
             return path
@@ -266,8 +265,8 @@ class Checkpoint:
         dtype: torch.dtype = torch.float32,
         device: torch.device = _CPU,
     ) -> Iterator[dict[str, Any]]:
-        """Unread slices of the wanted weights; only files that hold one are fetched and opened.
-        Those that are computed from several tensors are so in `dtype`, on `device`."""
+        """Unread slices of the wanted weights. Only files that hold a wanted weight are fetched and
+        opened. Weights that are made of several tensors are computed in `dtype`, on `device`."""
         parts = {name: parts for name, parts in self.parts.items() if wanted(name)}
         names = {stored for tensors in parts.values() for stored in tensors.values()}
         self.used.update(names)
@@ -290,7 +289,7 @@ class Checkpoint:
             yield slices
 
     def _refuse_scaled(self, name: str) -> None:
-        """Raise ModelError for numbers that stand for others by a scale that nothing names."""
+        """Raise ModelError for a tensor of scaled numbers where config.json names no scale."""
         for scale in (f"{name}_scale", f"{name}_scale_inv"):
             if scale in self.files:
                 raise ModelError(
@@ -301,7 +300,7 @@ class Checkpoint:
                 )
 
     def file_bytes(self) -> int | None:
-        """The bytes of its weights as they are stored; None where that takes a download."""
+        """Bytes of the model's weights as they are stored; None where only a download tells."""
         if self.index.suffix == ".json":
             about = repository.read_json(self.index, ModelError).get("metadata")
             total = about.get("total_size") if isinstance(about, dict) else None
@@ -311,8 +310,8 @@ class Checkpoint:
         return sum(path.stat().st_size for path in paths if path) if all(paths) else None
 
     def check_stored(self) -> None:
-        """Raise ModelError where tensors of a stored weight do not belong to each other. It looks
-        at the files that are on this machine, and reads the scales alone."""
+        """Raise ModelError where tensors of a stored weight do not belong to each other. Checks the
+        files that are on this machine, and reads only the scales."""
         if self._form is None:
             return
         paths = {name: self.path(name) for name in sorted({*self.files.values()})}
@@ -345,8 +344,7 @@ def whole_model(
 
 
 def refuse_wrapped(checkpoint: Checkpoint, known: Container[str]) -> None:
-    """Raise ModelError for tensors that have one of the `known` names but for the additions of a
-    wrapper."""
+    """Raise ModelError for tensors with a `known` name to which a wrapper has added something."""
     for part, (wrapper, inner) in _WRAPPERS.items():
         for name in sorted(checkpoint.parts):
             bare = name.replace(f"{part}.", "")
@@ -360,8 +358,8 @@ def refuse_wrapped(checkpoint: Checkpoint, known: Container[str]) -> None:
 
 
 def renaming(model: PreTrainedModel, known: dict[str, bool]) -> Callable[[str], str]:
-    """The library's name for a checkpoint's tensor in this model, one of whose names are `known`;
-    a key that it does not rename, or whose own name is known, stays."""
+    """A function that gives the library's name for a checkpoint's key in this model. The key stays
+    if it is among the `known` names and the library's name is not."""
     mapping = get_model_conversion_mapping(model)
     renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, WeightConverter)]
@@ -376,7 +374,7 @@ def renaming(model: PreTrainedModel, known: dict[str, bool]) -> Callable[[str], 
 def checkpoint_form(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of a model as a checkpoint of its class names and cuts them."""
     # The model records how names differed in the checkpoint it was loaded from (a missing prefix,
-    # say); those written here must be the class's own on every stage.
+    # say); names that are written here must be the class's own on every stage.
     if (family := family_of(model.config)) is not None:
         return family.users_names(model, state)
     recorded = getattr(model, "_weight_conversions", None)
@@ -416,7 +414,7 @@ def _open(path: Path) -> Any:
 
 @contextmanager
 def _damage(path: Path | str) -> Iterator[None]:
-    """Say which file is meant when the library cannot read it."""
+    """Turn errors of reading a file into ModelError, which names the file and the cause."""
     try:
         yield
     except (SafetensorError, OSError) as error:

@@ -1,5 +1,5 @@
-"""Bytes that a part of a model stores of a micro-batch, and its peak while it runs, counted by
-running it forward and backward on tensors that have shapes and no data.
+"""Bytes that a part of a model stores for a micro-batch, and the part's peak while it runs. They
+are counted by running the part forward and backward on tensors that have shapes and no data.
 
 The part is the shard that a stage would load, with its adapter, type and loss. Nothing is read or
 computed, so the size of the model does not matter. The micro-batch is padded, since some attention
@@ -57,10 +57,10 @@ _log = logging.getLogger(__name__)
 class Footprint:
     """Bytes of one part and one micro-batch.
 
-    `kept` are there from its forward to its backward: its output and what autograd stores, without
-    its input; `shared` of them (the mask) all layers of a stage have together. `forward` and
-    `backward` are the most in addition while it runs, including gradients still to be added to
-    those of earlier micro-batches. A part that is not differentiated keeps nothing.
+    `kept` bytes are held from the part's forward to its backward: its output and what autograd
+    stores, without its input. Of these, all layers of a stage share `shared` bytes (the mask).
+    `forward` and `backward` are the most further bytes while the part runs, with gradients that are
+    not yet added to those of earlier micro-batches. An undifferentiated part keeps nothing.
     """
 
     kept: int
@@ -70,14 +70,14 @@ class Footprint:
 
     @property
     def passing(self) -> int:
-        """The most in addition to `kept`."""
+        """The most bytes in addition to `kept`."""
         return max(self.forward, self.backward)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of footprints besides the part: `autocast` is the type of matrix products where
-    that is not the weights', `rows` and `tokens` are those of a micro-batch."""
+    """Settings of footprints besides the part. `autocast` is the type of matrix products where it
+    is not the weights' type. A micro-batch has `rows` rows of `tokens` tokens."""
 
     model: PretrainedConfig
     plan: AdapterPlan | None
@@ -160,7 +160,7 @@ def _made_by(setting: Setting, maker: int) -> tuple[Form, ...]:
 
 def _pretended(setting: Setting, maker: int) -> tuple[Shard, FakeTensorMode]:
     """The part that makes side tensors, without data, for rows of any length. Its attention and its
-    experts are of the kind that runs so; they give tensors of the same form."""
+    experts are of kinds that run without data and give tensors of the same form."""
     key = (*replace(setting, rows=0, tokens=0).key, maker)
     if key not in _parts:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -193,8 +193,8 @@ def _inputs(setting: Setting) -> dict[str, Tensor]:
 def layer_footprint(
     setting: Setting, layer: int, *, recompute: bool = False, train: bool = True
 ) -> Footprint | None:
-    """`recompute`: the layer's activations are computed again backward, `train`: its input needs a
-    gradient. None where that cannot be counted."""
+    """The footprint of a layer; None where it cannot be counted. `recompute`: its activations are
+    computed again backward. `train`: its input needs a gradient."""
     rng = ShardRange(layer, layer + 1, False, False)
     return _remembered(setting, rng, recompute, train)
 
@@ -205,8 +205,8 @@ def embedding_footprint(setting: Setting) -> Footprint | None:
 
 
 def head_footprint(setting: Setting) -> Footprint | None:
-    """The part behind the layers, and the loss: forward and backward in one, nothing is kept. None
-    also for a loss of many chunks, which would take as many runs."""
+    """The footprint of the part behind the layers with the loss. Its forward and backward are one,
+    so nothing is kept. None also for a loss of many chunks, which would take as many runs."""
     with torch.device("meta"):  # the micro-batch may be larger than this machine's memory
         inputs = _inputs(setting)
     if setting.objective.num_chunks(setting.model, inputs) > _MOST_CHUNKS:
@@ -232,7 +232,7 @@ def _remembered(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs operations that need data before it raises."""
+    """Within the block torch does not log operations that need data before it raises."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -299,7 +299,7 @@ def _run(
 
 
 def _shard(setting: Setting, rng: ShardRange) -> Shard:
-    """On the meta device."""
+    """The shard of a part with its adapter, on the meta device."""
     shard = build_shard(setting.model, None, rng, dtype=setting.dtype, device="meta")
     plan = setting.plan
     attach_adapter(shard, replace(plan, weights=None) if plan is not None else None, 0)
@@ -307,8 +307,8 @@ def _shard(setting: Setting, rng: ShardRange) -> Shard:
 
 
 def _without_data(shard: Shard) -> list[Tensor]:
-    """Move a shard from the meta device to a pretended CPU; gradients are there, as after the first
-    micro-batch. All of these tensors."""
+    """Move a shard from the meta device to CPU tensors without data, with gradients as after the
+    first micro-batch. Returns all these tensors."""
     made: list[Tensor] = []
     parameters: dict[nn.Parameter, nn.Parameter] = {}
 
@@ -335,9 +335,8 @@ def _without_data(shard: Shard) -> list[Tensor]:
 
 
 class PeakMemory(TorchDispatchMode):
-    """The most bytes that tensors made inside have held at once (`most`), and hold now (`now`).
-    Tensors on the meta device hold none; those that are `known`, and views of them, do not count.
-    """
+    """Counts the bytes of tensors that are made within: the most at once (`most`), and now (`now`).
+    Tensors on the meta device, `known` tensors, and views of known tensors do not count."""
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -82,26 +82,25 @@ _STATES_PER_WEIGHT = (
 _ADAM_STATES = 2.0
 
 ONE_MEMORY = ("cpu", "mps")
-"""Kinds of devices whose memory is the machine's."""
+"""Kinds of devices that use the machine's own memory."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
     """Memory of one stage.
 
-    `parameters` is the number of weights, an adapter's included. `activations` are those of
-    `in_flight` micro-batches, each `per_micro_batch`. `working` is the most that layers and
-    embedding take besides while they run, `logits` what the loss does. `foreach` is what an
-    optimizer that steps all weights at once needs then: on CUDA and XPU torch's AdamW does (the
-    roots of all second moments). `device` is the owner's. `trained` is the number of trained
-    values.
+    `parameters` is the number of weights, an adapter's included, `trained` the number of trained
+    values. `activations` are the bytes of `in_flight` micro-batches, each `per_micro_batch`.
+    `working` is the most that layers and embedding take besides while they run, `logits` the most
+    that the loss takes. `foreach` is what an optimizer that steps all weights at once needs then,
+    as torch's AdamW on CUDA and XPU (the roots of all second moments). `device` is the owner's.
 
-    The sizes are those on the device. `frozen` are the frozen bytes of each layer, `offload` is how
-    many layers stream theirs from host memory (from files, with `in_files`), which also has the
-    optimizer's `host_states` and `host_inputs` of each micro-batch; `visiting` are the states that
-    are on the device while the optimizer steps, `input_bytes` those of one layer's stored input
-    that may leave it. `resident` is the stage with all states and inputs on its device, where some
-    are not.
+    Sizes are bytes on the device. `frozen` are the frozen bytes of each layer. `offload` layers
+    stream their frozen bytes from host memory, or from files with `in_files`. Host memory also has
+    the optimizer's `host_states`, and `host_inputs` of each micro-batch. `visiting` are the states
+    on the device while the optimizer steps, `input_bytes` the bytes of one layer's stored input
+    that may leave the device. `resident` is the stage with all states and inputs on its device, if
+    some of them are not.
     """
 
     stage: StageSpec
@@ -137,12 +136,12 @@ class StageMemory:
         return replace(self, offload=count, weights=weights)
 
     def at(self, stage: StageSpec) -> StageMemory:
-        """The same of another stage that is alike."""
+        """The memory of another stage that is alike."""
         resident = self.resident and replace(self.resident, stage=stage)
         return replace(self, stage=stage, resident=resident)
 
     def placed(self, device: str, *, one_memory: bool) -> StageMemory:
-        """This stage on a device; in its memory with everything, where that is the machine's."""
+        """This stage on a device. If that uses the machine's own memory, all is on the device."""
         here = self
         if one_memory:
             here = (self.resident or self).holding(self.in_flight).offloading(0)
@@ -162,14 +161,14 @@ class StageMemory:
 
     @property
     def host(self) -> int:
-        """Bytes in host memory besides."""
+        """Bytes in host memory, beside those on the device."""
         inputs = self.in_flight * self.host_inputs
         streamed = 0 if self.in_files else sum(self._streamed(self.offload))
         return streamed + self.host_states + inputs
 
     @property
     def fetched(self) -> int:
-        """Bytes of streamed layers that come in each pass: all but those that are there."""
+        """Bytes of streamed layers that are fetched in each pass: all but those in the slots."""
         return self._saved(self.offload)
 
     @property
@@ -218,7 +217,7 @@ def estimate_memory(
     """Memory of every stage of `config`; loads nothing. Raises as `plan_adapter`, `introspect`.
 
     `in_flight` are the micro-batches that each stage may store, by default `max_in_flight` (by
-    default the configuration's, else twice the stages); the last stage holds one, and none more
+    default the configuration's, else twice the stages). The last stage holds one, and no stage more
     than a step has. `tokens` is the longest sample (default: data.max_length). Checkpointing "auto"
     counts as none.
     """
@@ -265,8 +264,8 @@ def memory_of_parts(
 
 
 def recomputing(config: Config) -> Config:
-    """The configuration with checkpointing on, and as many layers streamed as save memory, where it
-    says "auto"."""
+    """The configuration with "auto" replaced: by checkpointing, and by as many streamed layers as
+    save memory."""
     plan = config.to_dict()["shard_plan"]
     for index, entry in enumerate(plan):
         if config.checkpointing(index) == "auto":
@@ -293,9 +292,9 @@ def recompute_stages(
     optional: Collection[int],
     devices: Iterable[tuple[Collection[int | str], int]],
 ) -> set[int]:
-    """The fewest `optional` stages to compute again backward so that every device fits; all of a
-    device's where even they do not help. `plain` and `recomputing` are all stages without and with
-    it, `devices` the owners on each device with the bytes that are free there."""
+    """The fewest `optional` stages to recompute in the backward so that every device fits; all of a
+    device's optional stages where even these are not enough. `plain` and `recomputing` are all
+    stages without and with recomputation, `devices` the owners and the free bytes of each."""
     chosen = set()
     for owners, free in devices:
         here = [m for m in plain if m.stage.owner in owners]
@@ -316,8 +315,8 @@ def offload_layers(
     devices: Iterable[tuple[Collection[int | str], int]],
 ) -> dict[int, int]:
     """{stage: streamed layers} of `optional` stages: the fewest so that every device fits, all of a
-    device's where even they do not help. An even number: an odd one saves no more than the even one
-    below it, and two save nothing. `devices` as for `recompute_stages`."""
+    device's where even these are not enough. The number is even: an odd number saves no more than
+    the even number below it, and two save nothing. `devices` as for `recompute_stages`."""
     chosen = dict.fromkeys(optional, 0)
     for owners, free in devices:
         here = [m for m in memory if m.stage.owner in owners]
@@ -336,8 +335,8 @@ def offload_layers(
 def in_flight_limits(
     memory: Sequence[StageMemory], limit: int, devices: Iterable[tuple[Collection[int | str], int]]
 ) -> tuple[int, ...]:
-    """The number of micro-batches that fit each stage's memory, 1 to `limit`, the same for all of a
-    device; `devices` as for `recompute_stages`."""
+    """The number of micro-batches that fit each stage's memory, 1 to `limit`; equal for all stages
+    of a device. `devices` as for `recompute_stages`."""
     limits = [limit] * len(memory)
     for owners, free in devices:
         stages = [m for m in memory if m.stage.owner in owners]
@@ -377,7 +376,7 @@ class Shapes:
         *,
         quantizes: bool = False,
     ) -> None:
-        """`quantizes`: weights of the model are quantised, at least elsewhere."""
+        """`quantizes`: weights of the model are quantised, here or on other machines."""
         whole = meta_model(config)
         self._config, self._plan = config, plan
         self.skeleton = Skeleton(config, introspect(config))
@@ -415,12 +414,12 @@ class Shapes:
 
     @cached_property
     def kinds(self) -> list[int]:
-        """For each layer the first one of its kind."""
+        """For each layer, the first layer of its kind."""
         return layer_kinds(self._config)
 
     @cached_property
     def _by_layer(self) -> dict[int | None, list[tuple[str, object]]]:
-        """The name, within its layer, and the size of everything; None: outside the layers."""
+        """Name within the layer, and size, of every tensor, by layer; None: outside the layers."""
         found: dict[int | None, list[tuple[str, object]]] = defaultdict(list)
         for sizes in (self.weights, self.trainable, self.buffers):
             for name, nbytes in sizes.items():
@@ -430,7 +429,7 @@ class Shapes:
         return found
 
     def form(self, rng: ShardRange) -> object:
-        """Equal for shards of one layer that take the same memory."""
+        """A key that is equal for shards of one layer that take the same memory."""
         if rng.is_first or rng.is_last or rng.end != rng.start + 1:
             return rng
         layer, skeleton = rng.start, self.skeleton
@@ -568,8 +567,8 @@ def _partly_away(
 ) -> StageMemory:
     """The stage with what its plan keeps in host memory; an `offload` of "auto" counts as 0. While
     the optimizer steps, three groups of states are on the device, one of them perhaps of the
-    largest parameter. Three inputs of recomputed layers are there, in use or on their way, and that
-    which the stage was given, and that of the last layer of all, whose backward follows at once."""
+    largest parameter. Three inputs of recomputed layers are on the device, in use or on their way.
+    So are the stage's input, and that of the model's last layer, whose backward follows at once."""
     spec, resident = memory.stage, memory
     moves = not keeps_states(config.training.optim)
     if memory.optimizer and moves and config.offloads_optimizer(spec.index):
@@ -610,8 +609,9 @@ def keeps_states(optim: str) -> bool:
 def _optimizer_bytes(
     optim: str, trained: Mapping[str, tuple[int, int]], embeddings: Set[str]
 ) -> int:
-    """State of an optimizer of transformers, by its name. Adafactor's one number per row and column
-    is left out; a paged state counts like one on the device. Of 8 bits, embeddings take 32."""
+    """Bytes of the states of transformers' optimizer `optim`. Adafactor's one number per row and
+    column is left out; a paged state counts like one on the device. Embeddings have 32-bit states
+    in bitsandbytes' 8-bit optimizers."""
     states = next((n for part, n in _STATES_PER_WEIGHT if part in optim), _ADAM_STATES)
     bits = 8 if "8bit" in optim else 4 if "4bit" in optim else None
     total = 0.0
@@ -625,8 +625,8 @@ def _optimizer_bytes(
 def _counted_bytes(
     spec: StageSpec, shapes: Shapes, config: Config, tokens: int, differentiates: bool
 ) -> tuple[int, int, int] | None:
-    """From footprints (for each micro-batch in flight, for a moment in the layers, for the loss);
-    None without them."""
+    """Bytes by footprints (for each micro-batch in flight, for a moment in the layers, for the
+    loss); None without footprints."""
     setting = shapes.setting(config, tokens)
     recompute = config.checkpointing(spec.index) is True
     parts: list[Footprint | None] = [embedding_footprint(setting)] if spec.is_first else []
@@ -659,8 +659,8 @@ def _counted_bytes(
 def _estimated_bytes(
     spec: StageSpec, shapes: Shapes, config: Config, tokens: int, differentiates: bool
 ) -> tuple[int, int, int]:
-    """The same by the formula. Gradient checkpointing: a hidden state per layer and micro-batch,
-    and one layer in full; no backward: what a layer uses."""
+    """The numbers of `_counted_bytes` by the formula. With gradient checkpointing: a hidden state
+    per layer and micro-batch, and one layer in full. Without backward: what a layer uses."""
     training = config.training
     batch_tokens = training.train_rows * tokens
     c = 2 if training.bf16 or training.fp16 else shapes.number_bytes

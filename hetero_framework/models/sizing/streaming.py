@@ -1,14 +1,14 @@
-"""Visits of the device: streamed layers and their slots, and groups of optimizer states."""
+"""What visits a device for a time: streamed layers in slots, and groups of optimizer states."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 SLOTS = 2
-"""One is computed with, the other filled."""
+"""Slots that streamed layers share: one is computed with while the other is filled."""
 STATES_GROUP_BYTES = 128 << 20
-"""Of the states of a group, as far as it has more than one parameter."""
-STATES_OF_NUMBER = 8  # bytes, as Adam has them
+"""The most bytes of states of a group with more than one parameter."""
+STATES_OF_NUMBER = 8  # bytes of states per number, as Adam has them
 BUS_RATE, FILE_RATE = 25e9, 3e9
 """Bytes a second over PCIe 4, and of a disk (NVMe), assumed where nothing was measured."""
 VISITING_INPUTS = 3
@@ -16,16 +16,16 @@ VISITING_INPUTS = 3
 
 
 def spread(count: int, start: int, end: int) -> list[int]:
-    """`count` of the layers [start, end), with the others evenly between them: while those are
-    computed with, there is more time for a copy."""
+    """`count` of the layers [start, end), with the others evenly between them: while the others
+    are computed with, there is more time for a copy."""
     layers = end - start
     return [start + (2 * k + 1) * layers // (2 * count) for k in range(count)]
 
 
 def layers_in_turn(count: int, shared: int = SLOTS) -> int:
-    """How many of `count` streamed layers share slots. Neighbours in the order, from the last one
-    to the first too, have different slots; where the count is odd, one layer thus keeps a slot to
-    itself, and so does each of few."""
+    """How many of `count` streamed layers share slots. Neighbours in the order have different
+    slots, also the last layer and the first. So with an odd count one layer has a slot for itself,
+    and with few layers each has."""
     return count - count % shared if count >= 2 * shared else 0
 
 
@@ -35,7 +35,7 @@ def slots_of(count: int, shared: int = SLOTS) -> int:
 
 
 def slot_of(position: int, count: int, shared: int = SLOTS) -> int:
-    """The slot of one of `count` streamed layers."""
+    """The slot of the layer at `position` among `count` streamed layers."""
     turns = layers_in_turn(count, shared)
     return position % shared if position < turns else min(turns, shared) + position - turns
 

@@ -28,9 +28,9 @@ _LARGE = 2.0
 
 
 def crossing_lines(config: Config, model: PretrainedConfig, tokens: int) -> list[str]:
-    """A line for each boundary of the plan that carries more than the hidden state, for rows of so
-    many tokens; "warning: " precedes it where that is much more. And one for each weight that is
-    trained in several processes. None for most models."""
+    """A line for each boundary of the plan that carries more than the hidden state, for rows of
+    `tokens` tokens, with "warning: " in front where it carries much more. Also a line for each
+    weight that is trained in several processes. Most models have no line."""
     lines = []
     for layer in dict.fromkeys(spec.start for spec in config.plan.stages if not spec.is_first):
         sides = introspect(model).sides_at(layer)
@@ -50,7 +50,7 @@ def crossing_lines(config: Config, model: PretrainedConfig, tokens: int) -> list
 
 
 def _tied_lines(config: Config, model: PretrainedConfig) -> list[str]:
-    """Lines on weights in several processes, see `engine/ties.py`. An adapter trains none."""
+    """Lines on weights in several processes, see `engine/ties.py`; none for a run of an adapter."""
     if config.adapter is not None:
         return []
     whole, lines = Skeleton(model, introspect(model)), []
@@ -80,8 +80,8 @@ def _owner(config: Config, whole: Skeleton, name: str) -> int | str:
 def check_codec(
     config: Config, model: PretrainedConfig, plan: AdapterPlan | None, tokens: int
 ) -> None:
-    """Raise ConfigError where the codec of the gradients takes the hidden state's and not that of a
-    side tensor. One that takes neither lets both travel as they are. `plan` is the adapter's."""
+    """Raise ConfigError where the codec of gradients takes the hidden state's gradient and not a
+    side tensor's. If it takes neither, both travel as they are. `plan` is the adapter's."""
     codec = CODECS[config.wire.gradients]
     structure = introspect(model)
     for layer in dict.fromkeys(spec.start for spec in config.plan.stages if not spec.is_first):
@@ -124,8 +124,8 @@ def _names(sides: Sequence[Side]) -> str:
 
 
 def largest_sides(config: Config, model: PretrainedConfig, rows: int, tokens: int) -> int:
-    """Bytes of the side tensors of such a micro-batch that cross together, under any plan, where
-    activations are float32."""
+    """The most bytes of side tensors that cross together, under any plan, for a micro-batch of
+    `rows` rows of `tokens` tokens with float32 activations."""
     structure = introspect(model)
     boundaries = [k for k in range(structure.num_layers + 1) if structure.sides_at(k)]
     if not boundaries:

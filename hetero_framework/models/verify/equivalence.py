@@ -99,8 +99,8 @@ class Comparison:
 
 
 def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Comparison:
-    """Compare before training, or remember that it passed. Raises ArchitectureError if not."""
-    if family_of(config) is not None:  # what decides may be the user's code, unknown by its name
+    """Compare before training, unless it is known to pass. Raises ArchitectureError if it fails."""
+    if family_of(config) is not None:  # the user's code may decide, which `question` does not know
         return _admitted(compare(config, ranges))
     asked = question("cut", config, ranges)
     if verdict := recall("verdicts", asked):
@@ -121,9 +121,8 @@ def _admitted(result: Comparison) -> Comparison:
 
 
 def admit_adapter(config: PretrainedConfig, plan: AdapterPlan) -> None:
-    """Run a tiny copy with the adapter, or remember that it ran. Raises ConfigError where it does
-    not: PEFT tells by its class what a module takes and gives, which some routers do not hold to.
-    """
+    """Run a tiny copy with the adapter, unless it is known to run. Raises ConfigError where it does
+    not: PEFT takes a module's inputs and outputs from its class, and some routers have others."""
     asked = question(f"adapter {_settings(plan)}", config, ())
     if recall("verdicts", asked):
         return
@@ -155,15 +154,15 @@ def _settings(plan: AdapterPlan) -> str:
 
 
 def _fresh(plan: AdapterPlan) -> AdapterPlan:
-    """The same with nothing to read or to decompose."""
+    """The same plan with nothing to read or to decompose."""
     config = copy.deepcopy(plan.lora_config)
     config.init_lora_weights = True
     return replace(plan, lora_config=config, weights=None)
 
 
 def question(what: str, config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str:
-    """Everything on which an answer about a tiny copy depends, the code of models/ included, and of
-    the extra for models of several parts."""
+    """Everything, as text, that an answer about a tiny copy depends on, including the code of
+    models/ and of the extra for models of several parts."""
     settings = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
     package = Path(__file__).parents[2]
     extras = {entry.extra for entry in registry.entries("multimodal").values()}
@@ -220,7 +219,7 @@ def build_both(
     config: PretrainedConfig, ranges: Sequence[ShardRange], checkpoint: Checkpoint | None
 ) -> tuple[Any, list[Shard]]:
     """The stock model and the shards, from one checkpoint."""
-    towers(config)  # has what this machine cannot build of it stood in for
+    towers(config)  # puts stand-ins for parts that this machine cannot build
     stock = stock_class(config)
     with quiet_library(), tempfile.TemporaryDirectory() as directory:
         if checkpoint is None:
@@ -245,7 +244,7 @@ def build_both(
 
 
 def _perturb(model: torch.nn.Module) -> None:
-    """Move vectors off their initial ones and zeros, so that a lost one shows."""
+    """Move vectors away from their initial ones and zeros, so that a lost vector shows."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1 and parameter.is_floating_point():
@@ -303,7 +302,7 @@ def _probe_inputs(config: PretrainedConfig, seed: int = 0) -> Inputs:
 
 def why_not_chunked(config: PretrainedConfig) -> str | None:
     """Why the loss of this architecture cannot be computed in chunks; None where it can. A tiny
-    copy computes it both ways. Raises ArchitectureError when none runs."""
+    copy computes it both ways. Raises ArchitectureError when no tiny copy runs."""
     tiny = shrink(config)
     if introspect(tiny).reports:
         return "the routers' loss is one of the whole micro-batch"
@@ -348,7 +347,7 @@ def largest_difference(
     actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], floor: float = 0.0
 ) -> tuple[float, str]:
     """The largest difference, relative to each tensor's largest entry (at least a share `floor` of
-    the largest of all), and where it is."""
+    the largest entry of all), and where it is."""
     largest = {name: float(tensor.abs().max()) for name, tensor in expected.items()}
     least = max(floor * max(largest.values()), torch.finfo(torch.float32).tiny)
     worst, where = 0.0, ""
@@ -367,7 +366,7 @@ def _half_problem(whole: Any, chain: Chain, config: PretrainedConfig) -> str:
     inputs = _probe_inputs(config)
     items, half = torch.tensor(num_items([inputs])), torch.bfloat16
     who = "the whole model does not run"
-    # Some routers draw among gates that are equal in 16 bits in training.
+    # In training mode some routers draw among gates that are equal in 16 bits.
     for part in (whole, chain):
         part.train(False)
     try:
@@ -433,8 +432,8 @@ class Chain:
     def forward_backward(
         self, inputs: Inputs, items: torch.Tensor, autocast: torch.dtype | None = None
     ) -> torch.Tensor:
-        """The loss; gradients are left in the parameters, those of a tied weight's places summed
-        from the last one on."""
+        """The loss. Gradients are left in the parameters; those of a tied weight's places are
+        summed, from the last place on."""
         for shard in self._shards:
             shard.model.zero_grad()
         received: Bundle = ()

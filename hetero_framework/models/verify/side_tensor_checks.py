@@ -24,15 +24,15 @@ from hetero_framework.models.sizing.footprint import Setting, bundle_at
 
 _log = logging.getLogger(__name__)
 
-# (rows, tokens) at which forms are counted: two of each, rows shorter and longer than any, so that
-# growth that stops (the k best of many tokens) is seen, and one to confirm the rule.
+# (rows, tokens) at which forms are counted: two numbers of each, with rows shorter and longer than
+# any, so that growth that stops (the k best of many tokens) shows; the last confirms the rule.
 _PROBES = ((3, 2), (5, 2), (3, 1 << 21), (5, 1 << 21), (4, 37))
-_COUNTED = 3  # sizes that are counted one by one; rows of one length have no more
+_COUNTED = 3  # sizes that are counted one by one; data with rows of one length have no more
 
 
 class SideTensorChecks:
-    """The side tensors that enter one shard, of micro-batches of any size; `trained` tells for
-    each whether it wants a gradient in training."""
+    """Checks the side tensors that enter one shard, of micro-batches of any size; `trained` tells
+    for each side tensor whether it wants a gradient in training."""
 
     def __init__(self, shard: Shard, training: TrainingConfig) -> None:
         self._sides, self._block = shard.entering, shard.range.start
@@ -55,8 +55,8 @@ class SideTensorChecks:
         self, sides: Bundle, rows: int, tokens: int, *, train: bool, exact: bool = True
     ) -> str | None:
         """The problem with the side tensors of a micro-batch of `tokens` tokens per row; None if
-        there is none. Their number is the one that the model has there. Unless `exact`, only the
-        number of their axes is known."""
+        there is none. Their number must be right. Unless `exact`, of shapes only the number of axes
+        is checked."""
         if not sides:
             return None
         forms = self._expected(rows, tokens) if exact else None
@@ -76,7 +76,7 @@ class SideTensorChecks:
         return None
 
     def _expected(self, rows: int, tokens: int) -> Sequence[Form] | None:
-        """Shapes and types; None where the parts that make them do not run without numbers."""
+        """The forms; None where the parts that make the tensors do not run without numbers."""
         if (rows, tokens) not in self._forms:
             many = len(self._forms) >= _COUNTED
             if many and (rules := self._rules) is not None:
@@ -126,8 +126,7 @@ class _Axis:
 
 
 def _axis(sizes: Sequence[int]) -> _Axis | None:
-    """The rule that the sizes at the `_PROBES` follow; None for another one (least of two, a
-    part)."""
+    """The rule that the sizes at the `_PROBES` follow; None for another rule (least of two)."""
     (r, t), (r_more, _), (_, t_more) = _PROBES[:3]
     here, more_rows, more_tokens, more_of_both = sizes[:4]
     each = (r_more - r) * (t_more - t)
