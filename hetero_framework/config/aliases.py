@@ -1,10 +1,10 @@
 """Settings under the names of other tools: the name here, or the reason why there is none.
 
-The description of a field ends with its names elsewhere. alias_settings.json says what stands
-"instead" of settings with other values, and gives reasons for those without a place here
-("reasons"; the names are a regular expression). alias_names.json lists the fields of
-TrainingArguments, LoraConfig and SFTConfig that are no settings here; `python docs/generate.py`
-adds those of the installed versions.
+The description of a field ends with its names elsewhere. alias_settings.json has the setting to use
+"instead" of one with other values, and the "reasons" why a setting has no place here (its names are
+a regular expression). alias_names.json lists the fields of TrainingArguments, LoraConfig and
+SFTConfig that are no settings here; `python docs/generate.py` adds the fields of the installed
+versions.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _OTHERWISE = {"adapter": "only LoRA, rsLoRA and DoRA are cut exactly"}
 
 
 def is_harmless(root: Schema, section: str, key: str, value: Any) -> bool:
-    """Whether a setting of another tool has the value that means what happens here anyway: the
-    other's default, nothing, or one that is listed."""
+    """Whether a setting of another tool has a value that means what happens here anyway: the tool's
+    default, nothing, or a listed value."""
     name, refusal = own_name(root, section, key), refusal_of(root, section, key)
     if value is None or value in ("", [], {}):
         return name is not None or refusal is not None
@@ -50,7 +50,7 @@ def is_harmless(root: Schema, section: str, key: str, value: Any) -> bool:
 
 
 def meant(path: str, value: Any) -> str | None:
-    """Our value for one that other tools have for the setting at `path`."""
+    """What to write here for a value that other tools have for the setting at `path`."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     for where, values in settings()["values"].items():
         if re.fullmatch(where, path):
@@ -74,8 +74,8 @@ def called(root: Schema) -> dict[str, frozenset[str]]:
 
 
 def setting_called(root: Schema, section: str, key: str) -> str | None:
-    """The setting that `key` of a section of the file ("" for the top level) is a name of. A name
-    with a dot counts in that section alone, one of a machine's settings where machines are."""
+    """The setting that other tools call `key`, in a section of the file ("" for the top level). A
+    name with a dot counts in its section alone, and a machine's setting in sections of machines."""
     for path, names in called(root).items():
         place = path.rpartition(".")[0]
         apart = place != section and _OF_MACHINES & {place, section}
@@ -97,7 +97,7 @@ def own_name(root: Schema, section: str, key: str) -> str | None:
 
 
 def refusal_of(root: Schema, section: str, key: str) -> str | None:
-    """Why there is no setting `key`; None where no other tool has one either."""
+    """Why there is no setting `key`; None where no other tool has it either."""
     fields = unsupported(root)
     for owner in (section, *fields):
         if key in fields.get(owner, {}):

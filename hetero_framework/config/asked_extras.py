@@ -1,7 +1,7 @@
 """Extras that a configuration asks for.
 
-Tables of the registry have conditions of `ReadIf` as names, or objects that are no settings, such
-as arguments of `train`. The table "extras" has the extra that a run needs under each condition.
+In some tables of the registry the names are conditions of `ReadIf`, or objects that are no setting,
+such as arguments of `train`. The table "extras" has the extra that a run needs under a condition.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def asked(kind: str, config: Config, objects: Collection[str] = ()) -> Iterator[
 
 
 def absent_extras(config: Config, objects: Collection[str] = ()) -> Iterator[str]:
-    """A line for each setting that asks for an absent extra by its default: the run does without.
-    Raises ConfigError for one that the user has set, and for one of the `objects`."""
+    """A line for each setting whose default asks for an absent extra: the run does without. Raises
+    ConfigError for a setting that the user has set, and for one of the `objects`."""
     for condition, entry in registry.entries("extras").items():
         if not _is_met(condition, config, objects) or registry.is_installed(entry.text):
             continue

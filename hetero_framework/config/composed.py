@@ -1,9 +1,9 @@
 """The schema of a file: the heart's settings, and those of the extras that the file asks for.
 
-An extra declares its settings in extras/NAME/settings.py: sections of their own ("sections" in its
+An extra declares its settings in extras/NAME/settings.py: sections of its own ("sections" in its
 extra.toml), and classes derived from a section of the heart ("settings"), which add to that
-section. A function under "disagreements" finds contradictions between sections, as that of
-schema.py does. A file asks for the extra of its objective and of its sections; where
+section. A function under "disagreements" finds contradictions between sections, as
+`_disagreements` of schema.py does. A file asks for the extras of its objective and its sections. If
 a name in it is still unknown, its schema holds the settings of all extras.
 """
 
@@ -41,7 +41,7 @@ def schema_for(root: type[File], raw: Mapping[str, Any]) -> type[File]:
 
 
 def _asked(raw: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
-    """(setting, extra) of those that a file asks for; None: an objective that may read anything."""
+    """(setting, extra) for what a file asks for; None: an objective that may read anything."""
     for name, entry in registry.entries("sections").items():
         if raw.get(name) is not None:
             yield name, entry.extra
@@ -63,7 +63,7 @@ def _unknown(schema: type[WholeFile], raw: Mapping[str, Any]) -> Iterator[str]:
 
 @cache
 def whole_schema(root: type[File]) -> type[File]:
-    """With the settings of all extras that this installation has."""
+    """The schema with the settings of all extras that this installation has."""
     kinds = (registry.entries("settings"), registry.entries("sections"))
     present = set()
     for extra in {entry.extra for kind in kinds for entry in kind.values()}:
@@ -77,7 +77,7 @@ def whole_schema(root: type[File]) -> type[File]:
 
 @cache
 def with_extras(root: type[File], extras: frozenset[str]) -> type[File]:
-    """With the settings of these extras. Raises ConfigError where one cannot be imported."""
+    """The schema with the settings of these extras. ConfigError where one cannot be imported."""
     added: dict[str, list[type[Section]]] = {}
     own = sections_of(root)
     for part in _found("settings", extras).values():

@@ -1,7 +1,7 @@
 """The effect of each setting on a run, from the marks of its field (`Effect` and `Scope`).
 
-A resumed run, islands and caches compare settings by it. Where the training data are and how they
-become tokens is not compared as settings: the resulting tokens are (trainer/continuation.py).
+A resumed run, islands and caches compare settings by their effects. The settings of where training
+data are and how they become tokens are not compared, but the tokens (trainer/continuation.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _scope(section: type[Section], field: FieldInfo) -> Scope:
 
 @cache
 def effects(schema: type[Config] | None = None) -> dict[str, Effect]:
-    """The effect of each setting of a schema; without one, of that with all extras."""
+    """The effect of each setting of a schema; by default of the schema with all extras."""
     root = schema or whole_schema(Config)
     return {name: _effect(section, field) for name, section, field in settings(root)}
 
@@ -62,9 +62,9 @@ def scopes() -> dict[str, Scope]:
 
 
 def effect_of(name: str, config: Config) -> Effect | None:
-    """The effect of a setting that this configuration, or one with other extras, has: as IDENTITY
-    another value than a checkpoint's is refused, as RESULT or ROUNDING it is reported with the old
-    one. None: there is no such setting."""
+    """The effect of a setting of this configuration, or of one with other extras; None: there is
+    none. A value other than a checkpoint's is refused for IDENTITY, and reported with the old value
+    for RESULT and ROUNDING."""
     return effects(type(config)).get(name) or effects().get(name)
 
 
@@ -75,7 +75,7 @@ def marked(mark: Mark, schema: type[Config]) -> frozenset[str]:
 
 
 def flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings as JSON types by such names; a section that is present is also True by its name."""
+    """Settings as JSON types by names like "training.seed"; a section that is present is True."""
     settings: dict[str, Any] = {}
     for name, value in values.items():
         settings[name] = value
@@ -86,8 +86,8 @@ def flat(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_config(config: Config) -> dict[str, Any]:
-    """All settings of a configuration in that form, those that only other files ask for as well;
-    the precision in which layers are held, by machine or not, is model.quantization."""
+    """All settings of a configuration as `flat` has them, with those that only other files ask for.
+    model.quantization is the precision in which layers are held, by machine or not."""
     found = {**flat(config.to_dict()), "model.quantization": config.kinds}
     for name, _, field in settings(whole_schema(Config)):
         if found.get(name.partition(".")[0]) is True and name not in found:

@@ -14,13 +14,13 @@ _AROUND = {
     "rank_pattern": (r"(.*\.)?(", ")$"),
     "alpha_pattern": (r"(.*\.)?(", ")$"),
 }
-"""The text that PEFT puts before and after each. The names in lists of the first two are compared
-as they are."""
+"""The text that PEFT puts before and after each expression. In the first two settings the names of
+a list are compared as they are."""
 EXPRESSIONS = tuple(_AROUND)
 
 
 def expression(setting: str, text: str) -> re.Pattern[str]:
-    """As PEFT builds it. Raises ValueError with the fault in `text`, and its place."""
+    """The expression that PEFT builds of `text`. Raises ValueError with the fault and its place."""
     before, after = _AROUND[setting]
     shift = 0
     try:

@@ -53,7 +53,7 @@ def normal_host(host: str) -> str:
 
 
 def host_and_port(host: str, port: int) -> str:
-    """The usual spelling: an IPv6 address in brackets."""
+    """Host and port in the usual spelling, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

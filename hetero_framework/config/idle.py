@@ -11,11 +11,11 @@ from hetero_framework import registry
 from hetero_framework.config.section import ReadIf, Section
 
 _RESOLVED = {"loss_type": "losses", "eval_strategy": "evaluation"}
-"""Properties of the training section that have the value of a setting where that is null."""
+"""For settings of the training section: the property that resolves their null."""
 
 
 class GivenNames(tuple[str, ...]):
-    """Names of settings. Configurations of the same values are equal, whoever gave them."""
+    """Names of settings. All compare equal, so configurations of the same values do."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -43,8 +43,8 @@ def idle_lines(config: Section, given: Collection[str]) -> Iterator[str]:
 
 
 def holds(config: Section, part: str, *, own: bool = False) -> bool:
-    """Whether one condition of a `ReadIf`, with its section, is met; with `own` also one on the
-    objective by an objective that the user has registered, which may read anything."""
+    """Whether one condition of a `ReadIf`, with its section, is met. With `own`, an objective that
+    the user has registered meets every condition on the objective: it may read anything."""
     path, has_values, values = part.partition("=")
     section, _, key = path.rstrip("!").partition(".")
     holder: Any = getattr(config, section)

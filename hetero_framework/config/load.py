@@ -18,7 +18,7 @@ from hetero_framework.errors import ConfigError
 from hetero_framework.file_trust import untrusted_reason
 
 PLAN_FILE = "plan.json"
-"""In output_dir: what `hetero plan` answered when the run began, its shard_plan as it was used."""
+"""In output_dir: the answer of `hetero plan` when the run began, with the plan as it was used."""
 _PLAN_HINT = "delete the file, or begin anew with --fresh; the machines are planned for again then"
 
 
@@ -44,8 +44,8 @@ def load_config(
 
 
 def with_saved_plan(config: Config) -> Config:
-    """With the plan that a run of this `output_dir` has made, where shard_plan is "auto" and there
-    is one. Raises ConfigError for a plan that cannot be read or is not one for these workers."""
+    """The configuration. The plan that a run of this `output_dir` has saved, if any, replaces
+    "auto". Raises ConfigError for a plan that cannot be read or is not one for these workers."""
     file = config.output_dir / PLAN_FILE
     if config.is_planned or not file.exists():
         return config
@@ -95,7 +95,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _in_one_line(schema: Any) -> Any:
-    """The schema with each text in one line; in the source descriptions are wrapped."""
+    """The schema with each text in one line: descriptions are wrapped in the source."""
     if isinstance(schema, dict):
         return {key: _in_one_line(value) for key, value in schema.items()}
     if isinstance(schema, list):

@@ -18,8 +18,8 @@ table "heads" or "families" has."""
 
 @dataclass(frozen=True)
 class Needs:
-    """The data and the task of the model that an objective is trained with. `reads` are those of
-    the settings that are not for all objectives which it reads."""
+    """The data and the task of the model that an objective is trained with. `reads` are the
+    settings which it reads of those that are not for all objectives."""
 
     data: str = "text"
     task: Task = "causal-lm"
@@ -46,7 +46,7 @@ def needs_of(objective: str) -> Needs:
 
 
 def needs_if_known(objective: str) -> Needs:
-    """The entry of an objective; that of "sft" for one that no file has registered yet."""
+    """The entry of an objective, or of "sft" for an objective that no file has registered yet."""
     return needs_of(objective) if registry.has("objectives", objective) else Needs()
 
 

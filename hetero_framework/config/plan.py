@@ -31,7 +31,7 @@ class PlanEntry(Section):
     links: Literal["auto", "relay", "direct"] | None = None
     """How tensors cross the boundary in front of this stage. null: as the run's `links` says."""
     gradient_checkpointing: bool | None = None
-    """For this stage, instead of training.gradient_checkpointing. null: as that says."""
+    """Replaces training.gradient_checkpointing for this stage. null: as training says."""
     offload: Annotated[StrictInt, with_unit("layers", ge=0)] | Literal["auto"] = 0
     """Frozen layers of this stage that stay in host memory and visit the device in the order of
     their use. Two of them have a place there at any time, so 4 is the least that saves memory.
@@ -40,7 +40,7 @@ class PlanEntry(Section):
     """"file": read the layers of offload from the checkpoint's files at each visit, for a machine
     with little memory and a fast disk. The weights must be used as they are stored."""
     offload_optimizer: bool | None = None
-    """For this stage, instead of training.offload_optimizer. null: as that says."""
+    """Replaces training.offload_optimizer for this stage. null: as training says."""
 
 
 def layers_text(start: int, end: int) -> str:
@@ -155,7 +155,7 @@ def plan_problems(entries: Sequence[PlanEntry]) -> Iterator[Problem]:
 
 
 def owner_problems(entries: Sequence[PlanEntry], ids: Sequence[int | str]) -> Iterator[Problem]:
-    """The owners in a plan that are no worker."""
+    """Problems with owners in a plan that are no worker."""
     for i, entry in enumerate(entries):
         if entry.id != "local" and entry.id not in ids:
             yield Problem(f"shard_plan[{i}].id", _unknown_worker(entry.id, ids))

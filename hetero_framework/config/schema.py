@@ -85,11 +85,11 @@ from hetero_framework.errors import ConfigError, PlanError
 _log = logging.getLogger(__name__)
 
 AUTO = "auto"
-MOST_SOURCES = 64
-"""Sources whose losses are told apart."""
-RESULT_DIRS = ("model", "adapter")
-"""In output_dir: where a run that trains all weights puts its result, and one with an adapter."""
 """In place of shard_plan's entries: a run plans by itself."""
+MOST_SOURCES = 64
+"""Most sources of data.train, whose losses are told apart."""
+RESULT_DIRS = ("model", "adapter")
+"""Folders in output_dir of the result of a run that trains all weights, and of an adapter."""
 COORDINATOR_PORT = 9998
 WORKER_PORT = 9999
 LIGHTHOUSE_PORT = 29510
@@ -131,7 +131,7 @@ Host = Annotated[str, AfterValidator(checked_host)]
 
 
 def _for(setting: str) -> ReadIf:
-    """Read by the objectives whose entry in the registry names the setting."""
+    """The condition that the objective's entry in the registry names the setting."""
     return ReadIf(partial(objectives_reading, setting))
 
 
@@ -157,9 +157,9 @@ class Machine(Section):
     shared evenly by the processes of the plan on it. Elsewhere: threads, cpu_threads,
     omp_num_threads."""
     quantization: Literal["nf4", "int8", "none"] | None = None
-    """For the layers that the process holds, instead of model.quantization: "none" is full
-    precision, for a device without 4 bits beside others with. null: as that says. A layer keeps
-    its kind as long as a run lasts: it moves between machines of one kind only."""
+    """Quantisation of the layers that the process holds, instead of model.quantization. "none" is
+    full precision, for a device that cannot do 4 bits next to others that can. null: as the model
+    has it. A layer keeps its kind throughout a run: it moves between machines of one kind only."""
 
     @field_validator("device")
     @classmethod
@@ -179,7 +179,7 @@ class CoordinatorConfig(Machine):
     """The process that owns data, schedule and checkpoints and runs the "local" stages."""
 
     port: Port = COORDINATOR_PORT
-    """Port on which `hetero invite` waits, and a run for workers without a port."""
+    """Port on which `hetero invite` waits, and on which a run waits for workers without a port."""
 
 
 class WorkerConfig(Machine):
@@ -189,12 +189,12 @@ class WorkerConfig(Machine):
     """Name of the worker in shard_plan: a number or a text, not "local". Elsewhere: name,
     worker_id, owner, worker."""
     ip: Host = Field(default_factory=_by_name, validate_default=True)
-    """As of the coordinator. Not given: `hostname`. Elsewhere: host, address, addr, ip_address."""
+    """As coordinator.ip. Not given: `hostname`. Elsewhere: host, address, addr, ip_address."""
     port: Port | None = None
     """Port on which the worker listens for the coordinator. null: it listens nowhere and dials the
     coordinator's ip and port, from behind a home router or with an address that changes."""
     num_gpus: int = 1
-    """1, or not given: a second device of the machine is an entry of its own."""
+    """Always 1: a second device of the machine is an entry of its own."""
     models: tuple[Name, ...] | None = None
     """Models that a coordinator may have this worker load beside model and adapter of the worker's
     own file: folders (relative to it) and hub names, as patterns like "meta-llama/*"; "*" is
@@ -202,12 +202,12 @@ class WorkerConfig(Machine):
 
     @property
     def dials(self) -> bool:
-        """Whether it dials the coordinator, which dials the others."""
+        """Whether the worker dials the coordinator; the coordinator dials the others."""
         return self.port is None
 
     @property
     def address(self) -> str:
-        """Where the coordinator dials it, or its name and that it dials itself."""
+        """The address that the coordinator dials, or the worker's ip and that it dials itself."""
         return f"{self.ip} (dials)" if self.port is None else host_and_port(self.ip, self.port)
 
     @field_validator("num_gpus")
@@ -253,9 +253,9 @@ class ModelConfig(Section):
     an adapter. Not needed for checkpoints that are quantised already. A machine may differ: see
     coordinator.quantization."""
     attn_implementation: Annotated[_Attention | None, ROUNDING] = None
-    """Attention of transformers. null: its own choice. "per_sample" is ours, for data.padding_free:
-    it takes each sample of a row by itself. No kernels from the hub: they are native code.
-    Elsewhere: attn_impl."""
+    """Attention of transformers. null: transformers' choice. "per_sample" is ours, for
+    data.padding_free: it takes each sample of a row by itself. Kernels from the hub are refused:
+    they are native code. Elsewhere: attn_impl."""
     router_aux_loss_coef: float | None = Field(default=None, ge=0)
     """Mixtures of experts: weight of the routers' load-balancing loss, which the model adds to the
     loss of each micro-batch, as under transformers' Trainer (TRL's SFTTrainer divides it by
@@ -271,14 +271,14 @@ class ModelConfig(Section):
     tokenizer: Annotated[Name | None, RESULT, PER_ISLAND] = None
     """Directory or hub name of the tokenizer when it is not with the model. Elsewhere:
     tokenizer_config, tokenizer_name, tokenizer_path, tokenizer_name_or_path."""
-    _objective: str = PrivateAttr("sft")  # that of the configuration which it is a section of
+    _objective: str = PrivateAttr("sft")  # training.objective of the whole configuration
 
     def quantized(self, kind: Kind | None) -> ModelConfig:
-        """This section with the weights held so."""
+        """This section with the weights held as `kind`."""
         return self.changed(quantization=kind)
 
     def changed(self, **settings: Any) -> ModelConfig:
-        """The same with other settings. Raises ValueError where these are not valid."""
+        """This section with other settings. Raises ValueError where these are not valid."""
         changed = type(self).model_validate({**self.model_dump(), **settings})
         changed._objective = self._objective
         return changed
@@ -301,7 +301,7 @@ class ModelConfig(Section):
 
     @property
     def source(self) -> str | None:
-        """The name of what the model is made of; None for from_config."""
+        """The name or path of the model's source; None for from_config."""
         given = (value for value in self._sources().values() if isinstance(value, str))
         return next(given, None)
 
@@ -366,14 +366,14 @@ class AdapterConfig(Section):
     """Parameters that get an update directly, such as the fused experts "mlp.experts.down_proj".
     Elsewhere: lora_target_parameters."""
     exclude_modules: str | tuple[str, ...] | None = None
-    """Modules that get none although target_modules names them."""
+    """Modules that get no update although target_modules names them."""
     modules_to_save: Annotated[tuple[str, ...] | None, ON_CARD] = None
     """Modules that are trained in full and saved with the adapter. Elsewhere:
     lora_modules_to_save."""
     bias: Annotated[Literal["none", "all", "lora_only"], ON_CARD] = "none"
     """Which biases are trained."""
     lora_bias: Annotated[bool, ON_CARD] = False
-    """The update has a bias of its own. `hetero merge` folds it into that of the layer, if any."""
+    """Whether the update has its own bias. `hetero merge` folds it into the layer's bias."""
     use_rslora: Annotated[bool, ON_CARD] = False
     """Scale by lora_alpha / sqrt(r). Elsewhere: rslora, peft_use_rslora."""
     use_dora: Annotated[bool, ON_CARD] = False
@@ -395,11 +395,11 @@ class AdapterConfig(Section):
     """Scales that differ from lora_alpha, by module name or expression. Elsewhere:
     lora_alpha_pattern."""
     fan_in_fan_out: bool = False
-    """The layer stores (in, out), as Conv1D of GPT-2 does. Elsewhere: lora_fan_in_fan_out."""
+    """Whether layers store (in, out), as GPT-2's Conv1D does. Elsewhere: lora_fan_in_fan_out."""
     autocast_adapter_dtype: Annotated[bool | None, _ALWAYS] = None
     """Type of the update matrices over a base in bfloat16 or float16, or quantised. true: float32.
-    false: the base's; bfloat16 over a quantised one. null: as PEFT and TRL's SFTTrainer have it,
-    float32, over a quantised base bfloat16. Elsewhere: peft_autocast_adapter_dtype."""
+    false: the base's; bfloat16 over a quantised one. null: as PEFT and TRL's SFTTrainer have it:
+    float32, or bfloat16 over a quantised base. Elsewhere: peft_autocast_adapter_dtype."""
     init_from: Annotated[Name | None, PER_ISLAND, _ALWAYS] = None
     """Directory of an existing PEFT LoRA adapter to continue (relative to this file). Its own
     settings then replace those of this section. Elsewhere: adapter_path, adapter_name_or_path,
@@ -427,14 +427,14 @@ SAMPLES_OR_SHARE = "samples, or a share of all when below 1"
 
 
 class DataSource(Section):
-    """One of several sources of data.train. What it leaves out is as data has it."""
+    """One of several sources of data.train. Settings that it leaves out are those of data."""
 
     path: _Paths
     """Its data, of the same forms as data.train."""
     name: str | None = None
-    """Name in metrics and on the screen. null: that of its first file or folder."""
+    """Name in metrics and on the screen. null: the name of its first file or folder."""
     weight: Annotated[float | None, Field(gt=0)] = None
-    """Its share of the samples when sources are interleaved, in proportion to the others'."""
+    """Its share of the samples when sources are interleaved, relative to the other weights."""
     max_samples: Samples | None = None
     """Take at most the first samples. null: all."""
     split: Name | None = None
@@ -448,7 +448,7 @@ class DataSource(Section):
 
     @property
     def label(self) -> str:
-        """Its name, given or not."""
+        """The name of the source; if it is not given, made of its path."""
         if self.name is not None:
             return self.name
         first = self.path if isinstance(self.path, str) else self.path[0]
@@ -471,13 +471,13 @@ class DataConfig(Section):
     train: Annotated[str | tuple[_Entry, ...] | None, _ALWAYS] = None
     """Training data, needed unless Python gives train_dataset: file(s) (.json, .jsonl, .parquet,
     .txt, .csv, .arrow), a folder of them, one saved by `datasets`, a dataset name, or Megatron's
-    .bin and .idx by their prefix, also a blend: ["0.3", "a", "0.7", "b"]. Or several sources:
-    [{"path": "a.jsonl", "weight": 2}, "b.jsonl"], of settings path, name, weight, max_samples,
+    .bin and .idx by their prefix, also a blend: ["0.3", "a", "0.7", "b"]. Or a list of sources:
+    [{"path": "a.jsonl", "weight": 2}, "b.jsonl"], with settings path, name, weight, max_samples,
     split, dataset_config, format, columns. Relative paths start at this file's folder. Elsewhere:
     train_file, train_files, train_data, dataset, dataset_name, dataset_path, datasets."""
     mixing: Literal["concatenate", "interleave"] = "concatenate"
-    """Several sources one after another, or by turns; drawn by their weights where they have some.
-    The order of samples is then drawn from all, unless train_sampling_strategy is sequential."""
+    """Several sources: one after another, or by turns, drawn by their weights if they have some.
+    The samples' order is then drawn from all, unless train_sampling_strategy is sequential."""
     stopping_strategy: Annotated[
         Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"],
         ReadIf(_MIXES),
@@ -498,15 +498,15 @@ class DataConfig(Section):
     """Layout of a sample. auto: by the columns that are present. Elsewhere: dataset_type,
     dataset_format."""
     columns: dict[Name, Name] | None = None
-    """Columns to rename before the layout is told: {"prompt": "question"} takes the column question
-    for prompt. Elsewhere: column_mapping, rename_columns."""
+    """Columns to rename before the layout is chosen: {"prompt": "question"} uses the column
+    question as prompt. Elsewhere: column_mapping, rename_columns."""
     dataset_config: str | None = None
     """Configuration (subset) name for a dataset of the hub or a folder with a README."""
     train_split: Name = "train"
     """Split for training, or a slice of one: train[:1000], train[10%:]. A file is one split.
     Elsewhere: dataset_train_split."""
     eval_split: Annotated[Name, ReadIf("eval")] = "test"
-    """Split for evaluation, or a slice of one. A file has the splits test and train: all of it.
+    """Split for evaluation, or a slice of one. Of a file, test and train are both all of it.
     Elsewhere: dataset_test_split."""
     dataset_text_field: Annotated[Name, _for("dataset_text_field")] = "text"
     """Column that holds the text in the text format. Elsewhere: text_field, text_column,
@@ -597,7 +597,7 @@ class DataConfig(Section):
 
     @property
     def eval_sets(self) -> dict[str, _Paths]:
-        """Evaluation data by the names of the sets; "" where there is one without."""
+        """Evaluation data by the names of the sets; "" is the name of a set without one."""
         if isinstance(self.eval, dict):
             return self.eval
         return {} if self.eval is None else {"": self.eval}
@@ -609,12 +609,12 @@ class DataConfig(Section):
 
     @property
     def sources(self) -> list[DataSource]:
-        """Those of data.train, if it names sources and not just their paths."""
+        """The sources of data.train, if it names sources and not just their paths."""
         return _sources(self.train)
 
     @property
     def parts(self) -> list[DataConfig]:
-        """These settings for each source of data.train, whose `train` is its path: `paths`."""
+        """These settings once for each source of data.train, with its path as `train` (`paths`)."""
         if not self.sources:
             return [self]
         of_one = self.of_one_source
@@ -622,20 +622,20 @@ class DataConfig(Section):
 
     @property
     def of_one_source(self) -> dict[str, Any]:
-        """The settings that what is read of a source depends on, but for its path."""
+        """The settings, other than its path, that decide what is read of a source."""
         others = {"train", "eval", "mixing", "stopping_strategy", "val_set_size", "streaming"}
         return self.model_dump(exclude=others)
 
     @property
     def of_stream(self) -> dict[str, Any]:
-        """The settings that the examples of a stream depend on, a template's text aside."""
+        """The settings that decide the examples of a stream, but for the text of a template."""
         others = {"eval", "eval_split", "eval_packing", "packing", "packing_strategy"}
         others |= {"pad_token", "pad_to_multiple_of", "padding_free", "chat_template_path"}
         return self.model_dump(mode="json", exclude=others)
 
     @property
     def for_texts(self) -> str | None:
-        """A setting that is given and is for texts alone."""
+        """The name of a setting that is on and is for texts alone, if there is one."""
         given = {"packing": self.packing, "padding_free": self.padding_free}
         return next(
             (name for name, is_on in {**given, "streaming": self.streaming}.items() if is_on), None
@@ -696,7 +696,7 @@ class DataConfig(Section):
 
 
 def _sources(train: Any) -> list[DataSource]:
-    """Those that data.train names, if it names one by its settings."""
+    """The sources of data.train, if it gives at least one with settings."""
     entries = train if isinstance(train, tuple) else ()
     if not any(isinstance(entry, DataSource) for entry in entries):
         return []
@@ -731,7 +731,7 @@ EVALUATED = (
 )
 """All that an evaluation gives by itself, under names that begin with "eval_" or "eval_<set>_"."""
 TOKEN_METRICS = ("entropy", "mean_token_accuracy")
-"""What training.token_metrics measures, each a mean over micro-batches, in the order of TRL's."""
+"""What training.token_metrics measures as means over micro-batches, in TRL's order."""
 
 
 class TrainingConfig(Section):
@@ -862,21 +862,21 @@ class TrainingConfig(Section):
     """Stop after this many evaluations in a row that are not better than the best one. Elsewhere:
     early_stopping_steps."""
     early_stopping_threshold: Annotated[float, FREE, _STOPS] = Field(default=0.0, ge=0)
-    """How much better one has to be, to count for early_stopping_patience."""
+    """How much better an evaluation has to be, to count for early_stopping_patience."""
     bf16: Annotated[bool, IDENTITY, ON_CARD] = False
     """Compute in bfloat16 autocast; weights keep their type."""
     fp16: Annotated[bool, IDENTITY, ON_CARD] = False
     """Compute in float16 autocast with one loss scale for all stages."""
     gradient_checkpointing: Annotated[StrictBool | Literal["auto"], FREE, TIMELESS] = False
-    """Store only the input of each layer and compute it again backward. "auto": on as few stages as
-    it takes for every process to fit its device's free memory. Elsewhere: activation_checkpointing,
-    grad_checkpointing."""
+    """Store only the input of each layer, and compute the layer again in its backward. "auto": on
+    as few stages as it takes for every process to fit its device's free memory. Elsewhere:
+    activation_checkpointing, grad_checkpointing."""
     activation_offloading: Annotated[bool, FREE, TIMELESS, _RECOMPUTES] = False
     """Keep the stored inputs of layers that are computed again (gradient_checkpointing) in host
     memory until their backward."""
     offload_optimizer: Annotated[bool, FREE, TIMELESS] = False
-    """Keep the optimizer's states in host memory: those of a layer visit the device while it
-    steps. A stage of the plan may say otherwise."""
+    """Keep the optimizer's states in host memory; those of a layer visit the device for the layer's
+    step. A stage of the plan may say otherwise."""
     loss_chunk_tokens: Annotated[
         Annotated[int, with_unit("tokens", ge=2)] | Literal["auto"] | None,
         ROUNDING,
@@ -898,8 +898,8 @@ class TrainingConfig(Section):
     train_sampling_strategy: Annotated[
         Literal["random", "sequential", "group_by_length"], IDENTITY
     ] = "random"
-    """Order of the samples. "group_by_length": those of about as many tokens together, the longest
-    first, as transformers has it. It is a function of the seed and the epoch; under transformers'
+    """Order of the samples. "group_by_length" puts samples of about equal length together, the
+    longest first, as transformers does. The order follows from seed and epoch; under transformers'
     Trainer, dropout and evaluations change the order of later epochs, too."""
     report_to: Annotated[tuple[_Reporter, ...], FREE] = ("tensorboard",)
     """Further records beside metrics.jsonl: a name or a list, "all" (that are installed), or
@@ -942,7 +942,7 @@ class TrainingConfig(Section):
     """Stop after more than this many steps in a row with a non-finite loss or gradient."""
     max_skipped_share: Annotated[float, with_unit("share", ge=0, le=1), FREE, ALL_ISLANDS] = 0.01
     """Stop also when more than this share of the run's steps, and more than max_skipped_steps, were
-    skipped so. Steps that only made the loss scale of fp16 smaller count for neither."""
+    skipped for that. Steps that only made the loss scale of fp16 smaller count for neither."""
     probe_longest_batch: Annotated[bool, FREE] = True
     """Before the first step, run the longest micro-batch of the run once, forward and backward, so
     that a lack of memory shows at once. It changes nothing else, and is left out where the first
@@ -951,8 +951,8 @@ class TrainingConfig(Section):
     """Micro-batches in the pipeline at once. null: sized from the measured times of stages and
     links, within each device's memory."""
     verify_architecture: Annotated[bool, FREE] = True
-    """Before training, cut a tiny random model of the same architecture as the plan does, compare
-    it with the whole, and refuse when they differ; and run one with the adapter."""
+    """Before training, cut a tiny random model of the same architecture as the plan does, and
+    refuse when it differs from the uncut model; and run a tiny model with the adapter."""
 
     @model_validator(mode="before")
     @classmethod
@@ -1088,8 +1088,8 @@ class TrainingConfig(Section):
 
 
 class WireConfig(Section):
-    """How the tensors between stages are written. Anything but "none" changes them a little, and
-    with that the training; for networks that are slower than the devices."""
+    """How the tensors between stages are written. Anything but "none" changes the tensors, and so
+    the training, a little: for networks that are slower than the devices."""
 
     read_if = ReadIf("workers")
 
@@ -1107,7 +1107,7 @@ def interval(value: float, total_steps: int) -> int:
 
 
 def _is_multiple(value: float, of: float) -> bool:
-    """Whether both are whole and one is a multiple of the other, or both are shares and so."""
+    """Whether `value` is a multiple of `of`, both being whole numbers or both shares."""
     return (value < 1) == (of < 1) and round(value * 1e6) % round(of * 1e6) == 0
 
 
@@ -1150,7 +1150,7 @@ class Config(WholeFile):
     """How tensors travel between two workers: "direct" over a link of their own, "relay" through
     the coordinator, "auto" directly where the workers reach each other."""
     wire: WireConfig = Field(default_factory=WireConfig)
-    """How tensors travel between stages."""
+    """How tensors between stages are written."""
     checkpoint_dir: Annotated[Name | None, FREE] = None
     """Directory of the checkpoints. null: output_dir/checkpoints."""
     resume_step: Annotated[Literal["latest"] | StrictInt | None, FREE] = None
@@ -1177,15 +1177,15 @@ class Config(WholeFile):
         *,
         name: str = "configuration",
     ) -> Config:
-        """Validate a dictionary as of JSON; relative paths start at `base_dir`, else at the current
-        directory. Raises ConfigError with all problems, PlanError when all are in the plan."""
+        """Validate a dictionary of JSON types; relative paths start at `base_dir`, else at the
+        current directory. ConfigError has all problems; PlanError when all are in the plan."""
         valid: dict[str, Any] = {}
         of_extras = registry.entries("sections")
         raw = {key: v for key, v in raw.items() if v is not None or key not in of_extras}
         raw, left_out = without_harmless(raw, schema_for(Config, raw))
         schema = schema_for(Config, raw)
         problems = list(text_problems(raw))
-        # Inside, no entries stand for "auto": there is no plan yet.
+        # Inside, an empty list stands for "auto": there is no plan yet.
         is_auto = raw.get("shard_plan") == AUTO
         given = {**raw, "shard_plan": []} if is_auto else raw
         try:
@@ -1220,15 +1220,15 @@ class Config(WholeFile):
         return changed
 
     def setting(self, name: str) -> Any:
-        """The value of "island", "training.beta" and so on; None where the file asks for no extra
-        that has it."""
+        """The value of "island", "training.beta" and so on; None for a setting of an extra that the
+        file does not ask for."""
         value: Any = self
         for part in name.split("."):
             value = getattr(value, part, None)
         return value
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, defaults included, as JSON types; `from_dict` reads it back."""
+        """All settings, defaults included, as JSON types; `from_dict` reads them back."""
         return self.model_dump(mode="json")
 
     @property
@@ -1290,7 +1290,7 @@ class Config(WholeFile):
         return tuple(worker for worker in self.workers if worker.id in owners)
 
     def checkpointing(self, index: int) -> bool | Literal["auto"]:
-        """Whether the stage of that index computes its layers again backward."""
+        """Whether the stage of that index computes its layers again in the backward."""
         setting = self.shard_plan[index].gradient_checkpointing
         return self.training.gradient_checkpointing if setting is None else setting
 
@@ -1333,7 +1333,7 @@ class Config(WholeFile):
 
     @property
     def kinds(self) -> Kind | dict[str, str] | None:
-        """`quantization` of all that the plan cuts; where processes differ, {kind: stages}, with
+        """The `quantization` of all stages. Where processes differ, {kind: stages in words}, with
         "none" for full precision."""
         stages = self.plan.stages
         kinds = [self.quantization(spec.owner) for spec in stages]
@@ -1363,7 +1363,7 @@ class Config(WholeFile):
         return any(self.quantization(owner) is not None for owner in takes_part)
 
     def held_by(self, owner: int | str) -> Config:
-        """The configuration with the model as that process holds it, for all processes."""
+        """The configuration in which all processes hold the model as that process does."""
         kind, inherited = {"quantization": self.quantization(owner)}, {"quantization": None}
         workers = [{**worker, **inherited} for worker in self.to_dict()["workers"]]
         held = self.with_changes(model=kind, coordinator=inherited, workers=workers)
@@ -1383,8 +1383,8 @@ class Config(WholeFile):
         raise ConfigError(f"there is no worker {shown(worker_id)}; the configuration has: {known}")
 
     def require(self, *sections: str, name: str = "") -> None:
-        """Raise ConfigError when one of `sections` ("model", "data") is absent, or those of the
-        configuration, which is called `name`, lack what `train` of Python may be given beside."""
+        """Raise ConfigError when one of `sections` ("model", "data") is absent, or the data or
+        tokenizer, which Python's `train` may be given. `name`: the configuration's, for errors."""
         missing = [name for name in sections if getattr(self, name) is None]
         if missing:
             names = " and ".join(f'"{name}"' for name in missing)
@@ -1414,8 +1414,8 @@ class Config(WholeFile):
         self, of_objective: Sequence[str] | None = None, *, computes: bool = False
     ) -> None:
         """Raise ConfigError if no evaluation gives the metric that decides on the best model. Where
-        the user `computes` some, the first one shows it. `of_objective` are those that the
-        objective gives; without them only "sft" is checked."""
+        the user `computes` metrics, the first evaluation shows that. `of_objective` are the metrics
+        of the objective; without them only "sft" is checked."""
         training = self.training
         known = ["loss", *(of_objective or ())]
         if of_objective is None:
@@ -1435,7 +1435,7 @@ class Config(WholeFile):
             )
 
     def warnings(self) -> tuple[str, ...]:
-        """Settings that are legal but probably a mistake, and those that were left out."""
+        """Lines about settings that are probably a mistake, and settings that were left out."""
         idle = [worker for worker in self.workers if worker not in self.planned_workers]
         warnings = [
             *self._left_out,
@@ -1549,7 +1549,7 @@ def _absent(config: Config) -> Iterator[Problem]:
 
 
 def _quantised(parts: Mapping[str, Any]) -> list[str]:
-    """Where the valid sections ask for quantised weights."""
+    """The paths at which the valid sections ask for quantised weights."""
     named = [("model", parts.get("model")), ("coordinator", parts.get("coordinator"))]
     named += [(f"workers[{k}]", worker) for k, worker in enumerate(parts.get("workers") or ())]
     asked = (None, "none")
@@ -1597,8 +1597,8 @@ def _address_problems(
 
 
 def _given(config: Config, raw: dict[str, Any]) -> Iterator[str]:
-    """The settings that the user has chosen, as "training.beta". A section with most of its
-    settings is one that a run has written: there, those that differ from the default."""
+    """The settings that the user has chosen, as "training.beta". A section with at least half of
+    its settings is one that a run has written: there, the settings that differ from the default."""
     for name, section in config:
         if not isinstance(section, Section) or not isinstance(raw.get(name), dict):
             continue

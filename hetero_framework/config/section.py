@@ -34,8 +34,8 @@ def with_unit(unit: str, **limits: Any) -> Any:
 
 
 class Effect(Enum):
-    """What another value of a setting does to the trained result. A mark in the annotation of its
-    field; without one, that of its section counts."""
+    """What another value of a setting does to the trained result. The mark stands in the annotation
+    of the field; without one, the `effect` of its section counts."""
 
     IDENTITY = "it is another run"
     RESULT = "the result is another"
@@ -44,7 +44,7 @@ class Effect(Enum):
 
 
 class Scope(Enum):
-    """Whether all islands need the same value: without a mark, that of IDENTITY and RESULT."""
+    """Whether all islands need the same value. Without a mark they do for IDENTITY and RESULT."""
 
     ALL_ISLANDS = "they do"
     PER_ISLAND = "each has its own; what follows from it is compared, such as tokens and weights"
@@ -60,9 +60,10 @@ class Mark(Enum):
 
 @dataclass(frozen=True)
 class ReadIf:
-    """The settings with which a setting has an effect; without a mark, that of its section counts.
-    "beta" is one that is set, "loss_type=ipo|hinge" one with such a value, "optim!=sgd" one with
-    another; " and " binds closer than " or ". What the registry says of it is asked when needed."""
+    """The condition for a setting to have an effect; without a mark, its section's `read_if`
+    counts. "beta": that setting is set. "loss_type=ipo|hinge": it has one of these values.
+    "optim!=sgd": it has another value. " and " binds closer than " or ". A function asks the
+    registry for the condition when it is needed."""
 
     given: str | Callable[[], str]
 
@@ -74,7 +75,7 @@ class ReadIf:
 @dataclass(frozen=True)
 class NameOf:
     """A text that is a name in a table of the registry, or one of the `others`. `setting` is where
-    it stands, by which heart.toml says the extra of a name that is not here."""
+    it stands: by that, heart.toml tells the extra of a name that is not here."""
 
     kind: str
     setting: str
@@ -82,7 +83,7 @@ class NameOf:
 
     @property
     def names(self) -> list[str]:
-        """All of them, by the alphabet."""
+        """All names that are allowed, by the alphabet."""
         return sorted({*registry.names(self.kind), *self.others})
 
     def _checked(self, value: str) -> str:
@@ -152,7 +153,7 @@ def sections_of(root: type[BaseModel]) -> dict[str, type[BaseModel]]:
 
 
 def section_at(root: type[BaseModel], keys: Sequence[str | int]) -> type[BaseModel]:
-    """The class of what the last of these keys stands in."""
+    """The class of the section in which the last of these keys stands."""
     found = root
     for key in keys[:-1]:
         field = next((f for n, f in found.model_fields.items() if key in (n, f.alias)), None)
@@ -169,7 +170,7 @@ def _classes(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 class Section(BaseModel):
-    """A part of the file: immutable, strict, no unknown keys. What stands below a field is its
+    """A part of the file: immutable, strict, no unknown keys. The string below a field is its
     description in the JSON Schema, in docs/configuration.md and in errors. Its last sentence,
     "Elsewhere: lr, alpha.", has the names of the setting in other tools and in `hetero convert`."""
 
@@ -187,20 +188,20 @@ class Section(BaseModel):
 
     @classmethod
     def of(cls, section: Section) -> Self:
-        """A section as one with the settings of this class, which are at their defaults where the
-        file's schema does not have them."""
+        """`section` as one of this class. Settings that the file's schema does not have are at
+        their defaults."""
         if isinstance(section, cls):
             return section
         return cls.model_validate(section.model_dump(include={*cls.model_fields}))
 
 
 class WholeFile(Section):
-    """The outermost section. It is validated with a dictionary as context, into which each field
-    goes that is valid by itself: disagreements between two fields are then reported even where a
-    third one is invalid."""
+    """The outermost section. It is validated with a dictionary as context, which takes each field
+    that is valid by itself. So disagreements between two fields are reported even where a third
+    field is invalid."""
 
     extras: ClassVar[frozenset[str]] = frozenset()
-    """The extras whose settings it holds beside those of the heart."""
+    """The extras whose settings the schema holds beside those of the heart."""
 
     @field_validator("*")
     @classmethod

@@ -27,7 +27,7 @@ _YAML = re.compile(r"(\s*#.*\n)*\s*(---\s|[A-Za-z_]\w*:(\s|$))")
 
 
 class Misread(Exception):
-    """A text is no JSON: the cause, and its line and column (from 1)."""
+    """A text is not valid JSON or YAML: the cause, and its line and column (from 1)."""
 
     def __init__(self, line: int, column: int, cause: str) -> None:
         super().__init__(cause)
@@ -95,7 +95,7 @@ def join_path(parent: str, key: str | int) -> str:
 
 
 class _Object(dict[str, Any]):
-    """An object that remembers which keys it was given more than once, with `lines` in which."""
+    """An object that remembers which keys it was given more than once, and in which `lines`."""
 
     def __init__(
         self, pairs: list[tuple[str, Any]], lines: Mapping[str, list[int]] | None = None
@@ -190,8 +190,8 @@ def _at(name: str, text: str, line_number: int, column: int, cause: str) -> str:
 
 
 def _faults(value: Any, path: str, text: str, depth: int = 0) -> Iterator[str]:
-    """Rejects what the standard reader accepts: repeated keys, non-finite numbers and, with
-    RecursionError, more levels than the functions that walk through a configuration can go."""
+    """The faults that the standard reader accepts: repeated keys and non-finite numbers.
+    RecursionError for more levels than the functions that walk through a configuration can go."""
     if depth > _MOST_LEVELS:
         raise RecursionError
     if isinstance(value, _Object):

@@ -17,7 +17,7 @@ _ELSEWHERE = (
     "; this file is copied to every machine and shown in messages. Log in with `hf auth login`, or"
     " set HF_TOKEN where the process starts"
 )
-# A token of the tokenizer may well be a line feed; these sections are handed on as they are.
+# A token of the tokenizer may well be a line feed; these settings are handed on as they are.
 _FREE = re.compile(r"data\.(eos|pad)_token|(data|training)\.\w+_kwargs|model\.from_config")
 _PATHS = re.compile(
     r"model\.(name_or_path|tokenizer)|adapter\.init_from|data\.chat_template_path|checkpoint_dir"
