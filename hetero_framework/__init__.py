@@ -1,6 +1,6 @@
 """Train one language model over several machines; the result does not depend on the cut.
 
-`from hetero_framework import load_config, train` is the same as the command line. Importing the
+`from hetero_framework import load_config, train` does what the command line does. Importing the
 package does not import torch; the names below are loaded on first use.
 """
 

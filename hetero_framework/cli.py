@@ -135,7 +135,7 @@ def _command(name: str) -> Command:
 
 
 class _Parser(argparse.ArgumentParser):
-    """One for which a hidden option has no abbreviation, and is named nowhere."""
+    """A parser whose hidden options have no abbreviations, and are named nowhere."""
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         found: list[Any] = super()._get_option_tuples(option_string)
@@ -143,8 +143,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The command line. With `only`, no other command has its options, nor is its module imported:
-    `hetero --help` needs none of them."""
+    """The parser of the command line. With `only`, only that command gets its options and has its
+    module imported: `hetero --help` needs neither."""
     parser = _Parser(
         prog="hetero",
         description="Train one language model over several machines.",

@@ -67,14 +67,14 @@ _watchers: list[Watcher] = []
 _imported: list[Path] = []
 _callbacks: list[Any] = []
 FUNCTIONS = ("compute_metrics", "preprocess_logits_for_metrics")
-"""Of transformers' Trainer: an imported file may have them, and the last one of a name counts."""
+"""Functions of transformers' Trainer that an imported file may have; the last of a name counts."""
 _functions: dict[str, Callable[..., Any]] = {}
 _modules: list[ModuleType] = []
 _OWN = "hetero."  # what the names of the framework's own questions begin with
 _MOST_NOTICES = 16
-"""Of a step, since each may carry 16 MiB."""
+"""Most notices of a step, since each may carry 16 MiB."""
 _notices: deque[Message] = deque()
-"""To the coordinator, from its workers and its own code; after each step they are handled."""
+"""Messages to the coordinator from its workers and its own code, handled after each step."""
 _to_coordinator: Callable[[Message], None] = _notices.append
 
 FAILURES = (
@@ -126,8 +126,8 @@ def users_code(
     hint: str | None = None,
     failures: tuple[type[BaseException], ...] = (Exception, SystemExit),
 ) -> Iterator[None]:
-    """Within, code of the user's runs: what it raises is no bug of ours, but a `kind` of error that
-    says where it happened. A lack of memory, and what our own code raises, stay what they are."""
+    """Within the block the user's code runs: what it raises is no bug of ours, but becomes a `kind`
+    of error that says where it happened. A lack of memory, and our own errors, stay as they are."""
     try:
         yield
     except failures as error:
@@ -172,7 +172,7 @@ def imported_callbacks() -> tuple[Any, ...]:
 
 
 def function(name: str) -> Callable[..., Any] | None:
-    """The one of FUNCTIONS that this process has, if it has it."""
+    """This process's function of this name, which is one of FUNCTIONS, if it has one."""
     return _functions.get(name)
 
 
@@ -183,7 +183,7 @@ def named(name: str) -> Any:
 
 @contextmanager
 def having(name: str, function: Callable[..., Any] | None) -> Iterator[None]:
-    """Within, this process has `function` in place of an imported one; None changes nothing."""
+    """Within the block, `function` replaces an imported one here; None changes nothing."""
     before = dict(_functions)
     if function is not None:
         _functions[name] = function
@@ -200,15 +200,15 @@ def imported_files() -> tuple[Path, ...]:
 
 
 def send(message: UserMessage) -> None:
-    """Send a message to the coordinator, from code in a worker or in the coordinator itself. It
-    comes to the handler of its command there after the step; without one it is ignored. The
-    coordinator has one for "checkpoint", which saves."""
+    """Send a message to the coordinator, from code in a worker or in the coordinator itself. There
+    the handler of its command gets it after the step; without a handler it is ignored. The
+    coordinator's own handler of "checkpoint" saves one."""
     _to_coordinator(message.on_wire())
 
 
 @contextmanager
 def sending_by(carry: Callable[[Message], None]) -> Iterator[None]:
-    """Within, `carry` takes this process's messages to its coordinator."""
+    """Within the block, `carry` takes this process's messages to its coordinator."""
     global _to_coordinator
     before, _to_coordinator = _to_coordinator, carry
     try:
@@ -219,8 +219,8 @@ def sending_by(carry: Callable[[Message], None]) -> Iterator[None]:
 
 @contextmanager
 def coordinating(handlers: Mapping[str, Handler]) -> Iterator[None]:
-    """Within, this process is a coordinator, with `handlers` of its own. What was sent to an
-    earlier one is gone."""
+    """Within the block, this process is a coordinator, with `handlers` of its own. Messages to an
+    earlier coordinator are dropped."""
     before = dict(_handlers)
     _notices.clear()
     _handlers.update(handlers)
@@ -232,9 +232,9 @@ def coordinating(handlers: Mapping[str, Handler]) -> Iterator[None]:
 
 
 def note(message: Message) -> None:
-    """Keep a worker's notice until the step ends. A worker does not ask the framework's own
-    questions of the coordinator, whose handlers load models and fill memory; these are dropped, as
-    is what comes after `_MOST_NOTICES`."""
+    """Keep a worker's notice until the step ends. Dropped are the framework's own questions,
+    because the coordinator's handlers of them load models and fill memory, and what comes after
+    `_MOST_NOTICES`."""
     name = message.expect(Control).name
     if name.startswith(_OWN) or len(_notices) >= _MOST_NOTICES:
         _log.warning("a message of a worker to the coordinator was dropped: %s", shortened(name))

@@ -159,7 +159,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def as_hetero_error(error: BaseException) -> HeteroError | None:
-    """`error`, or one for memory and disk errors of other libraries; None for a bug."""
+    """`error`, or one of ours for other libraries' memory and disk errors; None for a bug."""
     if isinstance(error, HeteroError):
         return error
     if is_out_of_memory(error):
@@ -173,7 +173,7 @@ def as_hetero_error(error: BaseException) -> HeteroError | None:
         if refusal.errno in _NO_DISK:
             hint = "free space, or lower save_total_limit"
             return ResourceError(f"the disk is full{where}", hint=hint)
-        # One without a name is that of `tempfile`, which lists the folders where it finds no room.
+        # An error without a name is `tempfile`'s, which lists the folders where it finds no room.
         is_of_file = where or isinstance(error, FileNotFoundError)
         if is_of_file and not isinstance(error, ConnectionError):
             return ResourceError(f"the system refuses a file: {in_words(error)}{where}")

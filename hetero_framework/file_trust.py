@@ -18,7 +18,7 @@ from hetero_framework.errors import ConfigError
 
 @dataclass(frozen=True)
 class Untrusted:
-    """The reason why a file or directory is not trusted, and the remedy if it is all right."""
+    """The reason why a file or directory is not trusted, and the remedy if it should be."""
 
     problem: str
     mend: str
@@ -26,9 +26,9 @@ class Untrusted:
 
 def read_own(path: Path, *, strictly: bool = False, most_bytes: int = 1 << 20) -> bytes:
     """The content of a small file that only this user can have written; what was opened is checked
-    again. `strictly`, for what a process acts upon: a group of several users cannot have written it
-    either, nor may others put files beside it. Raises OSError; PermissionError says the problem and
-    its remedy."""
+    again. `strictly` is for what a process acts upon: then no group of several users can have
+    written the file either, and others cannot put files beside it. Raises OSError; a
+    PermissionError says the problem and its remedy."""
 
     def check(place: Path, entry: os.stat_result | None = None) -> None:
         if (wrong := untrusted_reason(place, by_group=strictly, entry=entry)) is not None:
@@ -53,8 +53,8 @@ def not_through_links(path: str, flags: int) -> int:
 def untrusted_reason(
     path: Path, *, by_group: bool = False, entry: os.stat_result | None = None
 ) -> Untrusted | None:
-    """The problem with a file or a directory; None if there is none. `by_group`: also where a
-    group of several users may change it. `entry`: of the file, where it is open. Raises OSError."""
+    """The problem with a file or a directory; None if there is none. `by_group`: also where a group
+    of several users may change it. `entry`: the status of a file that is open. Raises OSError."""
     entry = entry or path.lstat()
     if stat.S_ISLNK(entry.st_mode):
         return Untrusted("is a symbolic link", f"put what it points to in its place: {path}")
@@ -92,8 +92,8 @@ def other_writers(directory: Path) -> str | None:
 
 
 def refuse_link(path: Path, *, except_own: bool = False) -> None:
-    """Raise ConfigError if a run would write through a link at `path`; `except_own`: through one
-    that this user has not made."""
+    """Raise ConfigError if a run would write through a link at `path`. `except_own`: a link that
+    this user has made is allowed."""
     try:
         entry = path.lstat()
     except OSError:

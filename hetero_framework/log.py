@@ -1,10 +1,9 @@
 """The package's logging: where lines go, and what a line may contain.
 
-A line may have as `extra`: `event(...)`, which makes it an event of events.jsonl too (with an empty
-message, an event alone), and `said_by(...)`, which limits the lines of a peer.
+The `extra` of a line may be `event(...)`, which makes the line an event of events.jsonl, too (with
+an empty message, an event alone), or `said_by(...)`, which limits the lines of a peer.
 
-Nothing here ends a process: a line that cannot be written is dropped, of a file with one line that
-says so.
+Nothing here ends a process: a line that cannot be written is dropped. For a file, one line says so.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def printable(text: str, kept: str = "\n\t") -> str:
 
 
 def one_line(text: str, most: int = MAX_LINE_BYTES, kept: str = "") -> str:
-    """`text` as one printable line of at most `most` bytes of UTF-8; several with "\\n" `kept`."""
+    """`text` as one printable line of at most `most` bytes of UTF-8; several if "\\n" is `kept`."""
     if text.isascii() and text.isprintable() and len(text) <= most:
         return text
     shown = printable(text[: most + 1], kept).encode()
@@ -139,7 +138,7 @@ def to_stderr(level: str, text: str) -> None:
 
 
 class LineFile:
-    """A file to which lines are appended. `news` is what the log has to say of it, once."""
+    """A file to which lines are appended. `news` is what the log has to say of the file, once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -168,8 +167,8 @@ class LineFile:
 
 
 class _ToFile(logging.Handler):
-    """A handler with a file. Its news are logged once its lock is free: other handlers' are locked
-    for them, one after another."""
+    """A handler with a file. The file's news are logged once this handler's lock is free: logging
+    takes the locks of the other handlers, one after another."""
 
     file: LineFile
 

@@ -29,7 +29,7 @@ _registered: dict[tuple[str, str], tuple[Any, Mapping[str, Any]]] = {}
 
 @dataclass(frozen=True)
 class Registered:
-    """`text` and `facts` as they stand in the file of the extra (`extra` is "" for the heart's)."""
+    """An entry: `text` and `facts` as in the file of the extra (`extra` is "" for the heart)."""
 
     extra: str
     text: str
@@ -110,7 +110,7 @@ def find(kind: str, name: str) -> Any:
 
 
 def needed(kind: str, name: str, what: str) -> Any:
-    """As `find`, for `what` asks for the name. Raises ConfigError where no extra here has it."""
+    """As `find`, for `what`, which needs the name. ConfigError where no extra here has it."""
     if has(kind, name):
         return find(kind, name)
     raise ConfigError(f"{what} needs an extra that this installation lacks", hint=_WHOLE)
@@ -141,20 +141,20 @@ def extra_for(setting: str, value: str) -> str | None:
 
 
 def lacking(setting: str = "") -> list[str]:
-    """The extras that this setting needs, or else any, and this installation lacks."""
+    """The extras that this setting, or any without one, needs and that this installation lacks."""
     found = ((name.partition("=")[0].rstrip("!"), e.text) for name, e in entries("extras").items())
     needed = {extra for name, extra in found if setting in ("", name)}
     return [extra for extra in sorted(needed) if not is_installed(extra)]
 
 
 def lacks(what: str, extra: str) -> str:
-    """The error of one that needs an extra that is not here."""
+    """The error text for `what`, which needs an extra that is not here."""
     return f"{what} needs the extra {extra!r}, which this installation lacks"
 
 
 @cache
 def is_installed(extra: str | None) -> bool:
-    """Whether the folder of an extra is here and can be imported, as the heart can (no name)."""
+    """Whether the folder of an extra is here and can be imported; no name means the heart."""
     try:
         spec = importlib.util.find_spec(Registered(extra or "", "").package)
     except ImportError:

@@ -18,7 +18,7 @@ GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer_config.json"
 ADAPTER = "adapter_config.json"
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-"""Settings of how pictures and sound are prepared, which stay with their model, unused here."""
+"""Settings of image and audio processors; copied with their model, never used here."""
 PROCESSOR_TEMPLATE = "chat_template.json"  # of a processor, in older repositories
 MAX_SETTINGS_BYTES = 16 * 2**20
 _COPY = "copy or download it again"
@@ -83,7 +83,7 @@ def refuse_code_in(fields: dict[str, Any], where: str, kind: type[UserError], hi
 
 
 def refuse_elsewhere(name: str, base_dir: Path, kind: type[UserError]) -> None:
-    """Raise `kind` for a name on the hub that a library would take for a folder, one that lies
+    """Raise `kind` for a name on the hub that a library would take for a folder: one that lies
     where this process was started and not in `base_dir`."""
     if os.path.isdir(name):
         raise kind(
@@ -94,7 +94,7 @@ def refuse_elsewhere(name: str, base_dir: Path, kind: type[UserError]) -> None:
 
 
 def settings_files(source: str, revision: str | None, names: Iterable[str]) -> Iterator[Path]:
-    """Those of the files `names` that a repository has; in a folder also its processor's."""
+    """The files among `names` that a repository has; of a folder also its processors' files."""
     folder = Path(source)
     if folder.is_dir():
         names = (*names, *PROCESSORS)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 _UNBOUNDED = 10_000
 _GAP = 2
 _LEAST = 12
-"""Columns that a long word of a name has at least."""
+"""Least width of a column of names in which a word is longer."""
 
 Part = str | Iterable[str] | None
 
@@ -56,8 +56,8 @@ def table(
 def _widths(
     columns: Sequence[tuple[str, Sequence[str]]], left: Collection[int], room: int
 ) -> list[int]:
-    """The widest column gives first, down to its longest word; a column of numbers to its longest
-    number. Where that is not enough the table is wider than the terminal."""
+    """The columns' widths. The widest column gives first, down to its longest word or, in a column
+    of numbers, number. If that is not enough the table is wider than the terminal."""
     widths, least = [], []
     for i, (name, cells) in enumerate(columns):
         words = [word for text in (name, *cells) for word in text.split()]

@@ -9,7 +9,7 @@ from hetero_framework.errors import UserError
 
 PACKAGE = "hetero-framework"
 LIBRARIES = ("torch", "transformers", "peft")
-"""Libraries without whose versions nothing works."""
+"""Libraries of which nothing works without the required versions."""
 
 
 def too_old() -> list[tuple[str, str, str]]:
@@ -45,7 +45,7 @@ def check() -> None:
 
 
 def has(requirement: str) -> bool:
-    """Whether a package is installed as new as a requirement of pip says."""
+    """Whether the package that a requirement of pip names is installed in a version that fits."""
     from packaging.requirements import Requirement
 
     needed = Requirement(requirement)
@@ -54,7 +54,7 @@ def has(requirement: str) -> bool:
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed package."""
+    """The version of an installed package; None if it is absent."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

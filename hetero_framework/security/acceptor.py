@@ -1,7 +1,7 @@
 """Accepts connections, a few at a time, and authenticates them.
 
-A stranger is a connection that is not authenticated yet. There are at most MAX_STRANGERS; a new one
-takes the place of one of the address that has most of them. Each TLS handshake has a thread of its
+A stranger is a connection that is not authenticated yet. There are at most MAX_STRANGERS; one more
+replaces a stranger of the address that has most of them. Each TLS handshake has a thread of its
 own, so nothing waits for a slow one.
 """
 
@@ -37,7 +37,7 @@ class RateLimit:
     """How often an address may connect. Not safe for several threads."""
 
     def __init__(self) -> None:
-        self._left: dict[str, tuple[float, float]] = {}  # by address: connections, at which time
+        self._left: dict[str, tuple[float, float]] = {}  # by address: connections left, as of when
 
     def allows(self, address: str, now: float) -> bool:
         left, at = self._left.pop(address, (_BURST, now))
@@ -50,12 +50,12 @@ class RateLimit:
 
 @dataclass(frozen=True, eq=False)
 class _Stranger:
-    plain: Stream  # as it was accepted, and what it has become
+    plain: Stream  # as it was accepted, later the stream that it has become
     peer: str
 
     @property
     def group(self) -> str:
-        """Its address without the port; of IPv6 the network, for one machine has all addresses."""
+        """The address without the port; for IPv6 the network, all of which one machine has."""
         address = addresses.parsed(self.peer.rpartition(":")[0])
         if isinstance(address, IPv6Address):
             plain = address.ipv4_mapped
@@ -64,8 +64,8 @@ class _Stranger:
 
 
 class Acceptor:
-    """Calls `greet(stream, identity)` for each peer that `access` admits, in a thread of its own,
-    without keys in that of `run`. The owner reports the end of each such stream to `gone`."""
+    """Calls `greet(stream, identity)` for each peer that `access` admits: in a thread per peer, or
+    without keys in the thread of `run`. The owner reports the end of each such stream to `gone`."""
 
     def __init__(self, access: Access, greet: Greet) -> None:
         self._access = access
@@ -77,7 +77,7 @@ class Acceptor:
 
     @property
     def strangers(self) -> int:
-        """How many there are now."""
+        """The number of strangers now."""
         return len(self._strangers)
 
     def run(self, listener: Listener) -> None:
@@ -95,7 +95,7 @@ class Acceptor:
             self._let_in(stream)
 
     def gone(self, stream: Stream) -> None:
-        """A stranger is known now, or has left."""
+        """Record that a stranger is known now, or has left."""
         with self._lock:
             self._strangers.pop(stream, None)
 
@@ -126,7 +126,7 @@ class Acceptor:
             self._admit(stranger)
 
     def _most_of_one(self) -> _Stranger:
-        """Take away one of the strangers, of the group with most of them."""
+        """Remove and return one of the strangers, at random of the address with most of them."""
         counts = Counter(stranger.group for stranger in self._strangers.values())
         [(most, _)] = counts.most_common(1)
         every = [key for key, other in self._strangers.items() if other.group == most]

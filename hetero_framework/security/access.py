@@ -29,19 +29,19 @@ _HOW = (
 
 
 class Access(Protocol):
-    """The checks of a stream before anything is read from it. Both methods raise IdentityError for
-    a wrong peer and OSError for a passing failure, after closing the stream."""
+    """The checks of a stream before anything is read from it. `dialled` and `accepted` raise
+    IdentityError for a wrong peer and OSError for a passing failure, after closing the stream."""
 
     @property
     def encrypts(self) -> bool:
         """Whether `accepted` shakes hands, which takes time."""
 
     def check_address(self, host: str, what: str) -> None:
-        """Raise IdentityError when nothing may be sent to or taken at this address."""
+        """Raise IdentityError when nothing may be sent to or accepted at this address."""
 
     def arguments(self, processes: Iterable[WorkerId]) -> list[str]:
-        """The command line that gives workers of this machine the same access. Those without a key
-        get one where the authority is here."""
+        """The command line that gives workers of this machine the same access. Workers without a
+        key get one where the authority is here."""
 
     def dialled(self, stream: Stream, process: WorkerId) -> Stream:
         """The stream to use with the worker that was dialled."""
@@ -52,7 +52,7 @@ class Access(Protocol):
 
 @dataclass(frozen=True)
 class Plaintext:
-    """Without keys; `everywhere`: also where others can listen and connect. `how`: to make keys."""
+    """Access without keys. `everywhere`: also where others can connect. `how`: how to make keys."""
 
     everywhere: bool = False
     how: str = _HOW
@@ -85,9 +85,9 @@ _PLAIN_ISLANDS = Plaintext(
 
 @dataclass(frozen=True)
 class Keyed:
-    """With the key of `process` ("local": the keeper of the authority). All of it is read for each
-    connection, so a new key or a revocation counts from the next one on. `members` may come in;
-    None: all of the cluster."""
+    """Access with the key of `process` ("local": the keeper of the authority). The keys are read
+    anew for each connection, so a new key or a revocation counts from the next connection on.
+    `members` may connect; None: all members of the cluster."""
 
     keys: KeyDirectory
     process: WorkerId
@@ -154,7 +154,7 @@ def _other(actual: Identity, expected: Identity) -> str:
 
 @dataclass(frozen=True)
 class KeyOptions:
-    """From the command line: `directory` instead of the one beside the configuration."""
+    """Options of the command line. `directory` replaces the one beside the configuration."""
 
     directory: Path | None = None
     insecure: bool = False
@@ -209,7 +209,7 @@ def _access(
     options: KeyOptions,
     plain: Plaintext,
 ) -> Access:
-    """With the key of `process`, if it is there; `plain` otherwise."""
+    """The access with the key of `process`, if it is there; else `plain`."""
     if options.insecure:
         _log.warning(
             "--insecure-plaintext: NO ENCRYPTION AND NO AUTHENTICATION; everybody who reaches a "

@@ -25,14 +25,14 @@ _TO = datetime.datetime(2049, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 
 @dataclass(frozen=True)
 class Authority:
-    """Signs for one cluster, whose id is its certificate's common name."""
+    """The authority of one cluster, whose id is the common name of the authority's certificate."""
 
     key: ec.EllipticCurvePrivateKey
     certificate: x509.Certificate
 
     @classmethod
     def make(cls) -> Authority:
-        """A new one, for a new cluster."""
+        """A new authority, for a new cluster."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = _name(secrets.token_hex(16))
         builder = _builder(name, name, key.public_key())
@@ -42,7 +42,7 @@ class Authority:
 
     @classmethod
     def from_pem(cls, pem: bytes) -> Authority:
-        """Raises IdentityError when this is not a key and its certificate."""
+        """The authority in a PEM. Raises IdentityError when it is not a key and its certificate."""
         try:
             key = serialization.load_pem_private_key(pem, password=None)
             certificate = x509.load_pem_x509_certificate(pem)
@@ -87,7 +87,7 @@ class Authority:
         )
 
     def issue(self, identity: Identity) -> tuple[bytes, int]:
-        """A new key with its certificate and the authority's, as one PEM; the serial number."""
+        """A new key with its certificate and the authority's, as one PEM, and the serial number."""
         key = new_key()
         made = self.sign(identity, key.public_key())
         return bundle(key, made, self.certificate), made.serial_number
@@ -145,8 +145,8 @@ def requested_key(request: bytes) -> ec.EllipticCurvePublicKey:
 def received_bundle(
     key: ec.EllipticCurvePrivateKey, certificate: str, authority: str, identity: Identity
 ) -> bytes:
-    """`bundle` of the answer to a signing request. Raises ValueError unless the certificate is that
-    of `identity`, made by this authority for this key."""
+    """The `bundle` made of the answer to a signing request. Raises ValueError unless the
+    certificate is that of `identity`, made by this authority for this key."""
     leaf = x509.load_pem_x509_certificate(certificate.encode())
     signer = x509.load_pem_x509_certificate(authority.encode())
     problem = problem_of(leaf, signer, identity)
@@ -160,7 +160,7 @@ def received_bundle(
 def problem_of(
     certificate: x509.Certificate, authority: x509.Certificate, identity: Identity
 ) -> str | None:
-    """Problems with a certificate of `identity` that should be from `authority`."""
+    """The problem with a certificate that should be of `identity` and from `authority`, if any."""
     try:
         certificate.verify_directly_issued_by(authority)
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -173,7 +173,7 @@ def problem_of(
 
 
 def bundle_problem(pem: bytes, identity: Identity) -> str | None:
-    """Problems with a bundle of `identity` that has all its parts."""
+    """The problem with a bundle that should be of `identity` and have all its parts, if any."""
     try:
         key = serialization.load_pem_private_key(pem, password=None)
         leaf, authority = x509.load_pem_x509_certificates(pem)
@@ -190,12 +190,12 @@ def serial_of(pem: bytes) -> int:
 
 
 def pem_of(der: bytes) -> str:
-    """Raises ValueError."""
+    """The PEM form of a certificate. Raises ValueError."""
     return certificate_pem(x509.load_der_x509_certificate(der)).decode()
 
 
 def der_of(pem: str) -> bytes:
-    """Raises ValueError."""
+    """The DER form of a certificate. Raises ValueError."""
     certificate = x509.load_pem_x509_certificate(pem.encode())
     return certificate.public_bytes(serialization.Encoding.DER)
 

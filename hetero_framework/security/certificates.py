@@ -25,8 +25,8 @@ from hetero_framework.security.keys import (
 
 @dataclass(frozen=True)
 class Issued:
-    """One certificate: of "local" or a member, its serial number and date, and the cluster of its
-    authority (absent in lists of older versions)."""
+    """One certificate that was made: for "local" or a member, its serial number and date, and the
+    cluster of its authority (absent in lists of older versions)."""
 
     process: str
     serial: str
@@ -40,7 +40,7 @@ class Issued:
 
 
 def read_authority(keys: KeyDirectory) -> Authority:
-    """Raises IdentityError when it is not here."""
+    """The authority. Raises IdentityError when it is not on this machine."""
     if not keys.has_authority:
         raise IdentityError(
             f"there is no {keys.path / AUTHORITY} on this machine",
@@ -51,7 +51,7 @@ def read_authority(keys: KeyDirectory) -> Authority:
 
 
 def ensure_authority(keys: KeyDirectory) -> tuple[Authority, bool]:
-    """The authority, with its keeper's own key; whether they had to be made."""
+    """The authority, which is made with its keeper's key where absent; whether it was made."""
     with keys.locked():
         if new := not keys.has_authority:
             if keys.processes():
@@ -89,8 +89,8 @@ def issue_missing(keys: KeyDirectory, processes: Iterable[WorkerId]) -> None:
 
 
 def sign(keys: KeyDirectory, authority: Authority, process: WorkerId, request: bytes) -> bytes:
-    """The certificate, PEM, for a signing request. Raises ValueError for one that is none, and
-    IdentityError when this is not the authority any more."""
+    """The certificate (PEM) for a signing request. Raises ValueError for an invalid request, and
+    IdentityError when `authority` is not the authority any more."""
     key = x509.requested_key(request)
     identity = Identity.of(authority.cluster, process, keys.kind)
     certificate = authority.sign(identity, key)
@@ -137,8 +137,8 @@ def revoke(keys: KeyDirectory, process: WorkerId) -> list[Issued]:
 
 def rotate(keys: KeyDirectory) -> list[str]:
     """Make a new authority, and new keys for the processes whose keys are here, in one step or not
-    at all. Members of the new one refuse the old one. Returns those elsewhere that have to join
-    again."""
+    at all. Members of the new cluster refuse those of the old one. Returns the processes elsewhere
+    that have to join again."""
     with keys.locked():
         read_authority(keys)
         before = keys.processes()
@@ -150,8 +150,8 @@ def rotate(keys: KeyDirectory) -> list[str]:
 def _new_set(
     keys: KeyDirectory, authority: Authority, processes: Iterable[WorkerId]
 ) -> dict[str, bytes]:
-    """All files of a new authority, the list of revoked certificates last: as long as there are
-    old keys, there is the list that they need."""
+    """All files of a new authority, the list of revoked certificates last: while there are old
+    keys, the list that they need is there, too."""
     files, entries = {}, []
     for process in processes:
         identity = Identity.of(authority.cluster, process, keys.kind)
@@ -171,7 +171,7 @@ def _issue_here(keys: KeyDirectory, authority: Authority, process: WorkerId) -> 
 
 
 def _note(keys: KeyDirectory, identity: Identity, serial: int) -> None:
-    """Before the certificate is handed out: one that is not on the list cannot be revoked. Within
+    """List a certificate before it is handed out: one that is not listed cannot be revoked. Within
     `locked`. Raises IdentityError when another authority has been made since."""
     if (now := read_authority(keys).cluster) != identity.cluster:
         raise IdentityError(

@@ -4,8 +4,8 @@
     authority.pem                    on the coordinator's machine: the key that signs certificates
     issued.json                      beside it: all certificates that were made
     revoked.json                     serial numbers of revoked certificates
-    islands/                         the same of another cluster, that of the coordinators which
-                                     train one model: lighthouse.pem, island-NAME.pem
+    islands/                         the same for the cluster of coordinators that train one model:
+                                     lighthouse.pem, island-NAME.pem
     .lock                            held by the process that changes any of these
     .gitignore                       keeps all of it out of repositories
 
@@ -47,22 +47,22 @@ REVOKED = "revoked.json"
 LOCK = ".lock"
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 MAX_REVOKED = 1000
-"""Most revoked certificates, since all are sent with every connection; a cluster with more of them
-needs a new authority."""
+"""Most revoked certificates: all are sent with every connection. A cluster with more of them needs
+a new authority."""
 
 
 @dataclass(frozen=True)
 class KeyDirectory:
-    """Reading raises IdentityError for files that are damaged or readable by other users."""
+    """A directory of keys. IdentityError for reading files that are damaged or open to others."""
 
     path: Path
     kind: ClusterKind = STAR
     around: Path | None = None
-    """For a directory inside another: the outer one."""
+    """The outer directory, for one that lies inside another."""
 
     @property
     def of_islands(self) -> KeyDirectory:
-        """The one for the cluster of islands that this machine takes part in."""
+        """The directory for the cluster of islands that this machine takes part in."""
         return KeyDirectory(self.path / ISLANDS_FOLDER, ISLANDS, around=self.path)
 
     def bundle(self, process: int | str) -> Path:
@@ -102,7 +102,7 @@ class KeyDirectory:
         return owners + [name.removeprefix(prefix).removesuffix(".pem") for name in members]
 
     def identity(self, process: int | str) -> Identity:
-        """The owner of a key here, by its first line."""
+        """The owner of a key here, by the first line of its file."""
         file = self.bundle(process)
         line = self.read(file.name).split(b"\n", 1)[0]
         try:
@@ -138,7 +138,7 @@ class KeyDirectory:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Be the one process that changes keys here, and those of islands. Makes the directory, and
-        finishes or clears away what a crash has left. Not to be nested. Raises IdentityError."""
+        finishes or clears away what a crash has left. Must not be nested. Raises IdentityError."""
         with _explained(self.path):
             for folder in self._folders():
                 _prepare(folder, named=self._outer.name == FOLDER)
@@ -220,7 +220,7 @@ class KeyDirectory:
                 self.revoke(numbers)
 
     def revoke(self, numbers: Iterable[int]) -> None:
-        """Add to the revoked ones. Within `locked`."""
+        """Add serial numbers to the revoked ones. Within `locked`."""
         before = self.revoked()
         every = before | frozenset(numbers)
         if len(every) > MAX_REVOKED:
@@ -243,7 +243,7 @@ def revoked_text(numbers: Iterable[int]) -> bytes:
 
 @contextlib.contextmanager
 def _explained(place: Path) -> Iterator[None]:
-    """An error of the disk as one of this package."""
+    """Turns the disk's errors within the block into errors of this package."""
     try:
         yield
     except (OSError, NotImplementedError) as error:  # the latter: no locks on this disk
@@ -256,8 +256,8 @@ def _cannot(what: str, place: Path, error: Exception) -> HeteroError:
 
 
 def _prepare(folder: Path, *, named: bool) -> None:
-    """Make a directory of keys, for this user alone, which no repository takes in. One that is
-    there already is closed to others where it has the usual name (`named`). Raises OSError."""
+    """Make a directory of keys for this user alone, which no repository takes in. A directory that
+    exists is closed to others if it has the usual name (`named`). Raises OSError, IdentityError."""
     made = not folder.is_dir()
     if made:
         folder.mkdir(mode=0o700, parents=True)
