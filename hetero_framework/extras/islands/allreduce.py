@@ -1,7 +1,7 @@
 """The gradients of one step, summed over all islands: the same bits on each, under any plan.
 
-Every island sends its gradients to every other one, and adds all of them in the order of the names,
-in float32 or wider. The order of arrival does not matter.
+Every island sends its gradients to every other island, and adds all gradients in the order of the
+islands' names, in float32 or wider. The order of arrival does not matter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hetero_framework.extras.islands.links import SAME_VERSION, Check, IslandSes
 
 class SummedGradients:
     """A `GradientSum` of exchange `number` of a session. Raises MemberLost, also for a member whose
-    gradients have another shape than here. When a step is begun again, nothing is sent twice."""
+    gradients have another shape than most. When a step is begun again, nothing is sent twice."""
 
     def __init__(self, session: IslandSession, number: int) -> None:
         self._session = session
@@ -87,8 +87,8 @@ class SummedGradients:
         return all(bool(tensor.isfinite().all()) for tensor in numbers)
 
     def _sum(self, name: str, shares: Sequence[tuple[str, Tensor]]) -> Tensor:
-        """The sum in the order of the members. The most frequent shape is right, in a tie that of
-        the first name, so all blame the same member. Raises ProtocolError for this island."""
+        """The sum in the order of the members. The most frequent shape is right, in a tie the first
+        member's: all islands blame the same member. Raises ProtocolError for this island."""
         kinds = {member: (tensor.shape, tensor.dtype) for member, tensor in shares}
         [(right, _)] = Counter(kinds.values()).most_common(1)
         for member in [member for member, kind in kinds.items() if kind != right]:

@@ -1,7 +1,7 @@
 """Shares of the samples for each island, by numbers or by measured speed. Pure: no clock.
 
-All islands know the same measurements, those that came with the last commit, and so compute the
-same shares. Shares change rarely, since an island with a new share reads and pads other samples.
+All islands know the same measurements, which came with the last commit, and so compute the same
+shares. Shares change rarely, since an island with a new share reads and pads other samples.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hetero_framework.extras.islands.shares import apportion
 STEPS = 20
 """The fewest steps, or rounds, between two changes of the shares."""
 GAIN = 0.10
-"""The least part of a step that other shares must save."""
+"""The least part of a step's time that new shares must save."""
 
 
 def given_shares(settings: Mapping[str, float | Literal["auto"]]) -> dict[str, float] | None:
-    """Shares by the islands' numbers; None where all are "auto". ConfigError where some are."""
+    """Shares by the islands' numbers; None if all are "auto". Raises ConfigError if some are."""
     numbers = {name: share for name, share in settings.items() if share != "auto"}
     if numbers and len(numbers) < len(settings):
         automatic = ", ".join(sorted(set(settings) - set(numbers)))
@@ -41,7 +41,7 @@ class Shares:
     taken_at: int = 0
 
     def for_members(self, names: Iterable[str]) -> Shares:
-        """The shares of the present members; a new one counts as one of average speed."""
+        """The shares of the present members. A new member gets the average share."""
         known = {name: self.of[name] for name in names if name in self.of}
         average = statistics.fmean(known.values()) if known else 1.0
         return Shares({name: known.get(name, average) for name in sorted(names)}, self.taken_at)
@@ -49,11 +49,11 @@ class Shares:
     def tuned(
         self, seconds: Mapping[str, float], count: int, done: int, *, least: int = 0
     ) -> Shares:
-        """Shares by speed, where that saves GAIN of a step and these are STEPS old; else these.
+        """Shares by speed if that saves GAIN of a step and these shares are STEPS old, else `self`.
 
-        `seconds` are what each island needs for a sample (or a step of its own), waiting left out;
-        an island that has not been measured keeps its share. `count` things are dealt, at least
-        `least` to each, and judged as they are dealt: in whole numbers. `done` steps are done."""
+        `seconds` has the time of each island for a sample (or a step of its own), without waiting.
+        An island that has not been measured keeps its share. Shares are compared by how `count`
+        things are dealt in whole numbers, at least `least` to each. `done` steps are done."""
         measured = {name: s for name, s in seconds.items() if name in self.of and s > 0}
         if done - self.taken_at < STEPS or len(measured) < 2:
             return self
@@ -72,7 +72,7 @@ class Shares:
         return Shares(other, done)
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON data, for checkpoints, the record and islands that join."""
+        """The shares as JSON data, for checkpoints, the record and islands that join."""
         return {"of": dict(sorted(self.of.items())), "taken_at": self.taken_at}
 
     @classmethod

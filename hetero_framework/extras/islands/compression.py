@@ -1,4 +1,4 @@
-"""Changes of the weights in fewer bytes on their way to other islands, with error feedback.
+"""Encodes changes of the weights in fewer bytes for other islands, with error feedback.
 
 The rounding error of one change is added to the next change of that parameter: over time everything
 is sent, except for the last rounding error. The decoded values are the same on any machine.
@@ -19,7 +19,7 @@ from hetero_framework.extras.codecs.codecs import Int8
 
 Kind = Literal["none", "bf16", "int8"]
 Packed = dict[str, list[Tensor]]
-"""How a parameter's change is encoded."""
+"""Encoded changes: the tensors to send, by parameter."""
 
 # Longer blocks than on the wire between stages: the rounding error beside a large value is sent
 # with the next change, and small numbers are more frequent, so that Huffman's code saves more.
@@ -28,8 +28,8 @@ _RAW_DEFLATE = -15  # zlib's wbits of a stream without header and checksum, whic
 
 
 class Compression:
-    """The encoder of one island's changes. `lost`: the rounding errors so far, for a checkpoint; an
-    island that joins has none."""
+    """The encoder of one island's changes. `lost` holds the rounding errors so far, for a
+    checkpoint. An island that joins has none."""
 
     def __init__(self, kind: Kind, lost: Mapping[str, Tensor] | None = None) -> None:
         self._kind = kind
@@ -47,14 +47,14 @@ class Compression:
         return packed
 
     def committed(self) -> None:
-        """Note that the packed changes are part of the weights now; otherwise they are packed anew
-        next time."""
+        """Note that the packed changes are part of the weights now. Without this call they are
+        packed anew next time."""
         self.lost.update(self._next_lost)
         self._next_lost = {}
 
 
 def unpack(packed: Packed, like: Mapping[str, Tensor], kind: Kind) -> dict[str, Tensor]:
-    """The changes of another island, of the names and shapes of `like`. Raises ProtocolError for
+    """The changes of another island, with the names and shapes of `like`. Raises ProtocolError for
     data that are no such changes."""
     if packed.keys() != like.keys():
         raise ProtocolError("another island sends changes of other parameters")
@@ -62,7 +62,7 @@ def unpack(packed: Packed, like: Mapping[str, Tensor], kind: Kind) -> dict[str, 
 
 
 def packed_bytes(packed: Packed) -> int:
-    """Bytes of all tensors that are sent."""
+    """The number of bytes of all tensors that are sent."""
     return sum(tensor.nbytes for parts in packed.values() for tensor in parts)
 
 
@@ -87,7 +87,7 @@ def _deflated(numbers: Tensor) -> Tensor:
 
 
 def _inflated(stream: Tensor, count: int) -> Tensor:
-    """The int8 [count] that `_deflated` wrote; a longer one is not written out."""
+    """The int8 [count] that `_deflated` wrote. A longer stream is not read to its end."""
     decoder = zlib.decompressobj(_RAW_DEFLATE)
     try:
         numbers = decoder.decompress(stream.numpy().data, count + 1)

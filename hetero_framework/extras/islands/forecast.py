@@ -7,24 +7,23 @@ from hetero_framework.extras.islands.settings import IslandConfig
 from hetero_framework.units import plural, size
 
 FEW_ROUNDS = 10
-"""With fewer synchronisations DiLoCo's outer optimizer hardly gets going, and a run loses to one
-that sums its gradients."""
+"""With fewer synchronisations DiLoCo's outer optimizer hardly gets going, and the run does worse
+than a run that sums its gradients."""
 STEEP_ROUNDS = 100
-"""For a good part of a shorter run the loss falls steeply, and averaging slows that."""
+"""In a good part of a run with fewer rounds the loss falls steeply, and averaging slows that."""
 _WARM_UP = 10
-"""A tenth of such a run with summed gradients made up for it (see decisions.md)."""
-_BYTES = {"none": 4.0, "bf16": 2.0, "int8": 0.95}  # of a value, int8 as normally distributed ones
+"""Summed gradients in the first tenth of such a run made up for that (see decisions.md)."""
+_BYTES = {"none": 4.0, "bf16": 2.0, "int8": 0.95}  # per value; int8 for normally distributed values
 
 
 def notes(config: Config, trained: int) -> list[str]:
-    """For `hetero check`, where a run trains `trained` values."""
+    """Lines for `hetero check`, on a run that trains `trained` values."""
     steps = config.training.max_steps
     return island_lines(config.setting("island"), trained, steps if steps > 0 else None)
 
 
 def island_lines(island: IslandConfig, trained: int, steps: int | None = None) -> list[str]:
-    """An island that trains `trained` values, in a run of `steps` steps of the
-    data, if that is known."""
+    """Lines on an island that trains `trained` values, for `steps` steps of the data if known."""
     if island.sync_steps == 1:
         return [
             f"island {island.name} shares the samples of every step and sums its gradients:"
@@ -44,8 +43,8 @@ def island_lines(island: IslandConfig, trained: int, steps: int | None = None) -
 
 
 def short_run(island: IslandConfig, steps: int, islands: int) -> str | None:
-    """The reason for `sync_steps` 1 or a warm-up in this run, if there is one; `steps` are those of
-    the data."""
+    """The reason why this run would do better with `sync_steps` 1 or a warm-up, if there is one.
+    `steps` counts the steps of the data."""
     rounds = steps // (island.sync_steps * islands)
     warm_up = steps // _WARM_UP
     if island.sync_steps == 1 or rounds >= STEEP_ROUNDS:

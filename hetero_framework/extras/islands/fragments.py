@@ -25,9 +25,10 @@ class Synchronisation:
 
 
 def cut(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
-    """The names of each of `count` fragments. `sizes`: bytes of each trained parameter, in the
-    order of the whole model. A layer is never cut, nor is a tensor outside the layers; fragments
-    are as even as that allows. Raises ConfigError where there are fewer of these than fragments."""
+    """The names of each of `count` fragments. `sizes` has the bytes of each trained parameter, in
+    the order of the whole model. Fragments are as even as possible without cutting a layer or a
+    tensor outside the layers. Raises ConfigError for more fragments than layers and such tensors.
+    """
     groups: dict[str, list[str]] = {}
     for name in sizes:
         groups.setdefault(layer_group(name), []).append(name)
@@ -46,7 +47,7 @@ def cut(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
 
 
 def _even_ends(weights: Sequence[int], count: int) -> list[int]:
-    """The end of each of `count` runs of `weights`: the least sum of the squares of the runs."""
+    """The ends of the `count` runs of `weights` with the least sum of squared run totals."""
     before = list(accumulate(weights, initial=0))
     total = len(weights)
     best = [weight**2 for weight in before]  # of the first k weights in one run

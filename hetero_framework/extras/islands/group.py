@@ -1,8 +1,8 @@
 """The group of islands that train together: the members of a view, and their positions.
 
 Islands ask for a view, open new links (`IslandSession`), and send each other their positions. A
-member that is behind takes over the state of one that is not, its source. Two positions are equal
-when the same commits led there: `lineage` is a hash of all of them.
+member that is behind takes over the state of the source, a member that is not. Two positions are
+equal when the same commits led there: `lineage` is a hash of all these commits.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ POSITIONS = 0
 """The number of a session's first exchange."""
 STATE = 1
 _MEET_S = 1.0
-"""Time in which a member that has a view comes to the meeting, unless it finishes a step first.
-After it the next view begins the meeting anew, also where that has the same members."""
+"""Seconds in which a member that has a view comes to the meeting, unless it finishes a step first.
+After that time the next view begins the meeting anew, even with the same members."""
 _ASK_S = 3600.0
 _RETRY_S = 1.0
 _log = logging.getLogger(__name__)
@@ -50,10 +50,10 @@ Check = Callable[[], None]
 
 @dataclass(frozen=True)
 class Position:
-    """A member's place in its training: steps done, and the commits that led there. `trains`: it
-    has taken part in a commit since it was started, or has healed from one that had; `is_done`: all
-    steps are done. `run`, which is not sent, tells one run from another. `facts` must be equal on
-    all members, `says` need not."""
+    """A member's place in its training: steps done, and the commits that led there. `trains`: since
+    its start the member has taken part in a commit, or has the state of a member that had.
+    `is_done`: all steps are done. `run`, which is not sent, tells one run from another. `facts`
+    must be equal on all members, `says` need not."""
 
     step: int = 0
     lineage: str = ""
@@ -73,7 +73,7 @@ class Position:
         return hashlib.sha256(self.facts_text.encode()).hexdigest()
 
     def as_info(self) -> dict[str, Any]:
-        """For `of`, on another island."""
+        """The position as plain values, for `of` on another island."""
         info = {"step": self.step, "lineage": self.lineage, "trains": self.trains}
         return info | {
             "done": self.is_done,
@@ -103,9 +103,9 @@ class Position:
 
 
 def source_of(positions: Mapping[str, Position]) -> str:
-    """The member whose state the others take over: of the members that have trained together, if
-    there are any, the furthest one. Among equally far ones the largest set that agrees, also on
-    facts, counts, and of it the first name."""
+    """The member whose state the others take over: the furthest of the members that train, or of
+    all where none trains. Among equally far members it is the first name of the largest set that
+    agrees on lineage and facts."""
     those = {name: p for name, p in positions.items() if p.trains} or dict(positions)
     furthest = max(p.step for p in those.values())
     at = {n: (p.lineage, p.facts_text) for n, p in sorted(those.items()) if p.step == furthest}
@@ -114,8 +114,8 @@ def source_of(positions: Mapping[str, Position]) -> str:
 
 
 def behind(positions: Mapping[str, Position], source: str) -> list[str]:
-    """The members that take over the source's state: members whose position differs, and new ones,
-    so that all begin with the same bits."""
+    """The members that take over the source's state: members whose position differs, and new
+    members, so that all begin with the same bits."""
     where = positions[source]
     return [
         name
@@ -125,7 +125,7 @@ def behind(positions: Mapping[str, Position], source: str) -> list[str]:
 
 
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """The facts that are not the same."""
+    """The names of the facts that differ."""
     return [one_line(key) for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
 
 
@@ -169,9 +169,9 @@ class Group:
         return self._waiting_since is not None
 
     def stay(self) -> bool:
-        """Before a step: whether the members are as they were, as far as is known. Does not wait
-        for a lighthouse that is away. Asks for the next view, which comes while the step runs, so
-        that others can join."""
+        """Whether the members before a step are as they were, as far as is known. Does not wait for
+        a lighthouse that is away. Asks for the next view, which comes while the step runs, so that
+        others can join."""
         session = self.session
         if session is None:
             return False
@@ -207,7 +207,7 @@ class Group:
                     continue
                 if self._may_begin(joined):
                     self.session = joined.session
-                    self._ask()  # as those have that waited for this meeting
+                    self._ask()  # as members that waited for this meeting have
                     members = ", ".join(view.names)
                     _log.info("islands: %s", members, extra=event("islands", members=members))
                     return joined
@@ -302,7 +302,7 @@ class Group:
         return SessionStart(session, source, tuple(behind(positions, source)), positions)
 
     def _may_begin(self, joined: SessionStart) -> bool:
-        """Whether the members are enough; for a state that is done any number of them is."""
+        """Whether there are enough members. Any number is, once one has done all steps."""
         enough = len(joined.session.members) >= self._min_islands
         return enough or any(p.is_done for p in joined.positions.values())
 
@@ -333,15 +333,15 @@ class Group:
         )
 
     def _ask(self) -> Future[View]:
-        """The question for the next view; one that is under way stays the only one."""
+        """The question for the next view. A question that is under way stays the only one."""
         if self._asking is None:
             self._asking = in_background(lambda: self._lighthouse.next_view(_ASK_S), "next view")
         return self._asking
 
     def _newer_view(self, view: View) -> Check:
-        """A check that ends a meeting to which not all come, since they died or wait for the next
-        view: this island asks for that, too. Members that finish a step first have not asked, so
-        there is no next view before they are here."""
+        """A check that ends a meeting to which not all members come, since they died or wait for
+        the next view. This island asks for the next view, too. Members that finish a step first
+        have not asked, so there is no next view before they are here."""
         began = time.monotonic()
 
         def check() -> None:
@@ -366,7 +366,7 @@ class Group:
 
 
 def _gives(asked: Future[View], view: View) -> bool:
-    """Whether the answer that has come is this view, or one of the same members."""
+    """Whether the answer that has come is this view, or a view of the same members."""
     return asked.exception() is None and asked.result().key == view.key
 
 

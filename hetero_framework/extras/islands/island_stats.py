@@ -11,10 +11,10 @@ from hetero_framework.units import plural, seconds, share, size
 
 
 def read_between(folder: Path) -> dict[str, Any] | None:
-    """Sums over all steps of this island, as JSON types: seconds in them, and of these seconds in
-    which averages were waited for, or sums of gradients and the decision on the step; beside these,
-    those in which slower islands were. None for a run without islands. Raises UserError for a file
-    that is damaged."""
+    """Sums over all steps of this island, as JSON types. `waited_s` are the seconds of waiting for
+    averages, or for sums of gradients and the decision on the step. `for_others_s`, beside these,
+    are the seconds of waiting for slower islands. None for a run without islands. Raises UserError
+    for a damaged file."""
     return read_steps(folder, _sums)
 
 

@@ -1,11 +1,11 @@
 """The samples that each island trains: computed alike by every member, and each sample once.
 
-The steps of the run, numbered over all epochs as in `SampleOrder`, are dealt to the islands: step k
-is a batch of the whole group, the same samples on every island, and an epoch's last one may be
-short. Where islands sum their gradients in every step, they share the samples of one step; where
-they train alone for a while, each takes steps of its own. A step counts once the group has
-committed it. A step that was dealt and not committed, since an island died or a reduction failed,
-is dealt again. So each sample of an epoch is trained once, whichever islands join, leave or return.
+The steps of the run, numbered over all epochs as in `SampleOrder`, are dealt to the islands. Step k
+is a batch of the whole group, with the same samples on every island; an epoch's last step may be
+short. Islands that sum their gradients in every step share the samples of a step. Islands that
+train alone for a while take whole steps of their own. A step counts once the group has committed
+it. A step that was dealt but not committed, since an island died or a reduction failed, is dealt
+again. So each sample of an epoch is trained once, whichever islands join, leave or return.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Ledger:
         return first_steps(free, count)
 
     def deal(self, counts: Mapping[str, int], total: int) -> dict[str, Steps]:
-        """For each island its part of the open steps, one part behind the other in the order of
-        names: as many as `counts` says, and when fewer are left, in proportion to that."""
+        """Each island's part of the open steps, one part after the other in the order of names.
+        A part has as many steps as `counts` says, or, when fewer are left, a proportion of them."""
         open_steps = self.open_steps(sum(counts.values()), total)
         left = count_steps(open_steps)
         if left < sum(counts.values()):
@@ -51,7 +51,7 @@ class Ledger:
         return dict(zip(sorted(counts), parts, strict=True))
 
     def commit(self, steps: Iterable[tuple[int, int]]) -> Ledger:
-        """The ledger with these steps, too. Raises ValueError for one that is committed already."""
+        """The ledger with these steps, too. Raises ValueError for a step that it has already."""
         merged: list[tuple[int, int]] = []
         for start, end in sorted([*self.committed, *steps]):
             if not 0 <= start < end:
@@ -66,11 +66,11 @@ class Ledger:
 
     @property
     def count(self) -> int:
-        """Steps that are committed."""
+        """The number of committed steps."""
         return count_steps(self.committed)
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON data, for a checkpoint and for an island that joins."""
+        """The ledger as JSON data, for a checkpoint and for an island that joins."""
         return {"committed": [list(steps) for steps in self.committed]}
 
     @classmethod
@@ -106,11 +106,11 @@ def _part(steps: Iterable[tuple[int, int]], first: int, last: int) -> Steps:
 def split_step(
     order: SampleOrder, step: int, shares: Mapping[str, float]
 ) -> dict[str, list[np.ndarray]]:
-    """For each island its samples of a step that all take together, as micro-batches.
+    """Each island's samples of a step that all take together, as micro-batches.
 
     The parts follow each other in the order of names and are as large as their shares say, by
-    largest remainder; one may be empty. `order` is this island's own: its micro-batches have the
-    size of its own `per_device_train_batch_size`, the others' may have another one.
+    largest remainder; a part may be empty. `order` is this island's own: micro-batches have the
+    size of its `per_device_train_batch_size`, which may differ from other islands'.
     """
     samples = np.concatenate(order.step_indices(step))
     rows = order.training.per_device_train_batch_size
@@ -124,7 +124,7 @@ def split_step(
 
 def order_facts(order: SampleOrder, fingerprint: str) -> dict[str, Any]:
     """The facts that must be equal on all islands for a step to have the same samples on each, by
-    the names that errors use. `fingerprint` is that of the examples."""
+    the names that errors use. `fingerprint` is the examples' own."""
     training = order.training
     return {
         "data": fingerprint,

@@ -37,11 +37,11 @@ from hetero_framework.security.access import Access
 
 _log = logging.getLogger(__name__)
 SETTLE_S = 1.5
-"""A question waits until islands have been here for this long without a break: a lighthouse that
-was started again does not know them yet, and would make a view of those that ask first."""
+"""Seconds for which islands have to be here, without a break, before a question is asked. A new
+lighthouse does not know all islands yet, and would make a view of the first ones that ask."""
 NAMESAKE_S = 3.0
-"""How long an island waits for another one of its name to leave: the link of one that died lives on
-for at most 2 seconds."""
+"""Seconds that an island waits for another island of its name to leave: the link of a dead island
+lives on for at most 2 seconds."""
 _ASK_S = 2.0
 _BEAT_S = 0.1
 _MAX_ISLANDS = 128
@@ -50,7 +50,7 @@ _MAX_FINISHED = 1000
 
 @dataclass(eq=False)
 class _Island:
-    """A member that is here; `number` is that of its question, if it waits for a view."""
+    """A member that is here. `number` is its question's number, if it waits for a view."""
 
     member: Member
     connection: Connection
@@ -58,13 +58,13 @@ class _Island:
 
     @property
     def id(self) -> str:
-        """The name by which torchft knows it."""
+        """The name by which torchft knows the island."""
         return f"{self.member.name}:{self.member.process}"
 
 
 class FinishedRuns:
-    """The last groups that have finished. An island that was away comes back to none of them: alone
-    it would train once more what the others have trained."""
+    """The last groups that have finished, for islands that come back too late: alone they would
+    train once more what the others have trained."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[float, FinishedRun]] = deque(maxlen=_MAX_FINISHED)
@@ -74,7 +74,7 @@ class FinishedRuns:
             self._kept.append((time.monotonic(), finished))
 
     def find(self, run: str, facts: str, since_s: float) -> FinishedRun | None:
-        """As `LighthouseClient.find_finished`."""
+        """See `LighthouseClient.find_finished`."""
         earliest = time.monotonic() - since_s
         for at, one in reversed(list(self._kept)):
             if one.facts == facts and (one.run == run if run else at >= earliest):
@@ -89,7 +89,7 @@ class Lighthouse:
         self._listener, self._quorums = listener, quorums
         self._lock = threading.Lock()
         self._islands: dict[Connection, _Island] = {}
-        self._since = time.monotonic()  # there has been an island since then, if there is one now
+        self._since = time.monotonic()  # if an island is here, one has been since then
         self._numbers = count(1)
         self._finished = FinishedRuns()
         self._closed = threading.Event()
@@ -174,7 +174,7 @@ class Lighthouse:
         _log.info("island %s is here, from %s", member.name, connection.stream.peer)
 
     def _added(self, island: _Island) -> _Island | None:
-        """Add the island, or return the one that has its name, or any where there are too many."""
+        """Add the island, or return the island that has its name, or any if there are too many."""
         with self._lock:
             for other in self._islands.values():
                 if other.member.name == island.member.name or len(self._islands) >= _MAX_ISLANDS:
@@ -209,7 +209,7 @@ class Lighthouse:
                 return
 
     def _renewed(self, island: _Island, number: int | None) -> int | None:
-        """The number of the question that takes the place of this one; None when that has been
+        """The number of a new question in place of question `number`; None when that has been
         answered, or the island has left."""
         with self._lock:
             if island.number != number or island.connection not in self._islands:

@@ -31,14 +31,14 @@ from hetero_framework.security.access import Access
 REACH_S = 60.0
 """Time without a lighthouse after which a question for the next view fails."""
 _DIAL_S = 2.0
-"""Deadline for one attempt: the pauses of a longer one would exceed `lighthouse.SETTLE_S`."""
+"""Seconds for one attempt: the pauses of longer attempts would exceed `lighthouse.SETTLE_S`."""
 _ANSWER_S = 5.0
-"""Longer than `lighthouse.NAMESAKE_S`."""
+"""Seconds for an answer: longer than `lighthouse.NAMESAKE_S`."""
 
 
 class LighthouseClient:
-    """`member` at the lighthouse of `address`. Others wait for it while it asks for a view and
-    while `lively()`, called from a thread, is true."""
+    """Keeps `member` at the lighthouse of `address`. The other islands wait for it while it asks
+    for a view and while `lively()`, called from a thread, is true."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class LighthouseClient:
         return self._link is not None
 
     def next_view(self, timeout_s: float) -> View:
-        """The next view, of this island and those that ask as well; all living ones have to. For
-        one thread at a time. Raises NetworkError when it cannot be asked for, PeerAwayError when
-        the others did not ask in time, and ConfigError when another living island has this one's
-        name."""
+        """The next view, of this island and all others that ask; all living islands have to ask.
+        For one thread at a time. Raises NetworkError when it cannot be asked for, PeerAwayError
+        when the others did not ask in time, and ConfigError when another living island has this
+        island's name."""
         deadline = time.monotonic() + timeout_s
         self._asks = True
         try:
@@ -86,12 +86,12 @@ class LighthouseClient:
         return view
 
     def note_finished(self, finished: FinishedRun) -> None:
-        """Leave word of it for members that come when all others are gone. Raises nothing."""
+        """Note a finished run for members that come when all others are gone. Raises nothing."""
         self._ask(im.Finished(finished))
 
     def find_finished(self, run: str, facts: str, since_s: float) -> FinishedRun | None:
-        """Whether `run` has finished; without a name, whether any that trains `facts` has within
-        the last `since_s` seconds. None also where no answer comes."""
+        """The finished `run`; without a name, a run that trained `facts` and finished within the
+        last `since_s` seconds. None where there is no such run, or no answer comes."""
         return self._ask(im.FindFinished(run, facts, since_s))
 
     def close(self) -> None:

@@ -48,13 +48,13 @@ LEAVES = "leaves in order"
 """Beginning of the reason of an island that ends on purpose."""
 _MOST_WAITING = 128
 _AHEAD = 4
-"""Exchanges that a member may be ahead of the last one that is over here: positions and state, in
-which not all take part, are two of them, and a decision may reach it before us."""
+"""How many exchanges a member may be ahead of the last exchange that is over here. Positions and
+state, in which not all take part, are two of them, and a decision may reach it before us."""
 
 
 class MemberLost(ReplicasChanged):
-    """An island of the session is gone, or knows other members; the session is over. `has_left`: it
-    announced that it leaves."""
+    """An island of the session is gone, or knows other members; the session is over. `has_left`:
+    the island announced that it leaves."""
 
     def __init__(self, name: str, reason: str) -> None:
         self.has_left = reason.startswith(LEAVES)
@@ -64,7 +64,7 @@ class MemberLost(ReplicasChanged):
 
     @property
     def told(self) -> dict[str, Any]:
-        """As an event of the log."""
+        """The loss as an event for the log."""
         what = "island left" if self.has_left else "island lost"
         return event(what, island=self.name, reason=self.reason)
 
@@ -100,7 +100,7 @@ class IslandSession:
         self.wrong: ProtocolError | None = None
         """Why a member refuses what this island sends; it stays when the session is over."""
         self.refused: dict[str, ProtocolError] = {}
-        """By name, why members were refused."""
+        """Why members were refused, by name."""
         self._done = -1
 
     @property
@@ -122,7 +122,8 @@ class IslandSession:
         last: bool = True,
         to: Iterable[str] | None = None,
     ) -> None:
-        """Send this to the others, or to some of them. The tensors must not change any more."""
+        """Send tensors and fields to the other members, or only `to` some. The tensors must not
+        change any more."""
         self.check()
         for message in _messages(number, kind, tensors, info, last):
             for name in self.others if to is None else to:
@@ -171,8 +172,8 @@ class IslandSession:
 
     @contextmanager
     def judging(self, name: str) -> Iterator[None]:
-        """A ProtocolError within the block is this member's fault: it is told, and ends; the others
-        go on without it. Raises MemberLost instead."""
+        """Raise MemberLost in place of a ProtocolError in the block, which is this member's fault:
+        the member is told, and ends; the others go on without it."""
         try:
             yield
         except ProtocolError as wrong:
@@ -241,7 +242,7 @@ class IslandSession:
             self.lose(name, "its link broke")
 
     def gone(self, name: str, connection: Connection, reason: str) -> None:
-        """Note that a link has ended. Where it was not added yet, the thread that opens it does."""
+        """Note that a link has ended. The thread that opens a link notes it before it is added."""
         if self._links.get(name) is connection:
             self.lose(name, reason)
 
@@ -279,7 +280,7 @@ class IslandSession:
             self._changed.notify_all()
 
     def accuse(self, name: str, error: m.Error) -> None:
-        """This member refuses what was sent from here."""
+        """Note that this member refuses what this island has sent."""
         text = f"island {name} does not take what this island says: {error.message}"
         hint = error.hint or SAME_VERSION
         with self._changed:
@@ -315,7 +316,7 @@ def _messages(
     info: Mapping[str, Any] | None,
     last: bool,
 ) -> Iterator[Message]:
-    """The messages that carry this, in frames that are not too large."""
+    """The messages that carry these tensors and fields, in frames that are not too large."""
     for part in in_parts((name, tensor, {}) for name, tensor in (tensors or {}).items()):
         values = dict(info or {}) if part.last else {}
         body = im.Share(number, kind, last and part.last, tuple(part.tensors), values)
@@ -324,7 +325,7 @@ def _messages(
 
 class IslandLinks:
     """Accepts and dials the links of this island's present session. `process` is the id of this
-    start of the island, `liveness_s` how long another one may be silent."""
+    start of the island, `liveness_s` how long another island may be silent."""
 
     def __init__(
         self,
@@ -353,10 +354,10 @@ class IslandLinks:
         self.member = Member(name, process, f"{shown}:{self._listener.port}")
 
     def meet(self, view: View, timeout_s: float, check: Check) -> IslandSession:
-        """New links to all other members, which do the same. Raises MemberLost for one that cannot
-        be reached in time, knows other members, or broke the protocol in an earlier session: it
-        is refused once more, since the first refusal may be lost. Raises ProtocolError where that
-        is this island."""
+        """Open new links to all other members, which do the same. Raises MemberLost for a member
+        that cannot be reached in time, knows other members, or broke the protocol in an earlier
+        session; the last is refused once more, since the first refusal may be lost. Raises
+        ProtocolError where this island broke the protocol."""
         self.part("the members change")
         if self._wrong is not None:
             raise self._wrong
@@ -474,7 +475,7 @@ class IslandLinks:
         return connection
 
     def _received(self, connection: Connection, message: Message) -> None:
-        """In a reader thread."""
+        """Take in a message, in a reader thread."""
         if isinstance(message.body, im.IslandHello):
             self._on_hello(connection, message.body)
         elif isinstance(message.body, im.Share):
@@ -543,7 +544,7 @@ class IslandLinks:
         connection.close(drain_s=0)
 
     def _lost(self, connection: Connection, reason: HeteroError | None) -> None:
-        """In a reader thread."""
+        """Note the end of a link, in a reader thread."""
         self._acceptor.gone(connection.stream)
         with self._lock:
             known = self._of.pop(connection, None)

@@ -28,8 +28,8 @@ ShareKind = Literal["position", "state", "losses", "gradients", "changes", "vote
 @message(70, NEWCOMER)
 class IslandHello(Greeting):
     """First message of a link between the coordinators of two islands: who I am, and whom I mean.
-    `process` is a random id of this start of it, `view` stands for the members of the group as it
-    knows them. Answered by ISLAND_WELCOME, once the other one knows the same, or REJECT."""
+    `process` is a random id of the sender's start, `view` stands for the group's members that it
+    knows. Answered by ISLAND_WELCOME, once the other island knows the same members, or REJECT."""
 
     name: str
     process: str
@@ -45,8 +45,8 @@ class IslandWelcome(Greeting):
 
 @message(72, EITHER, tensors=(0, MAX_TENSORS), long=True)
 class Share(Body):
-    """Island to island: a part of the sender's message in exchange `number` of the members of a
-    group, one tensor for each name and plain values in `info`; `last` marks the last part."""
+    """Island to island: a part of the sender's message in exchange `number` of a group's members.
+    It has one tensor for each name, and plain values in `info`. `last` marks the last part."""
 
     number: int
     kind: ShareKind

@@ -1,7 +1,7 @@
-"""This run as one of several islands: makes the ReplicaGroup that the configuration asks for.
+"""Makes the ReplicaGroup of a run that is one of several islands.
 
-`hetero_framework/islands` knows members, links and arithmetic; `summed_steps.py` and
-`outer_rounds.py` know the run.
+Of the modules here, only `summed_steps.py` and `outer_rounds.py` know the run. The others know
+members, links and arithmetic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def open_islands(
     stop: StopRequest,
     access: Access,
 ) -> SummedSteps:
-    """The group that the island section of this run's configuration is for."""
+    """The group that the island section of this run's configuration asks for."""
     config = prepared.config
     island = island_of(config)
     links = IslandLinks(

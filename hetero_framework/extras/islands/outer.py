@@ -1,7 +1,7 @@
 """The arithmetic of a synchronisation: the change that an island sends, the average, and its use.
 
 DiLoCo (arXiv 2311.08105), with the delay and the mixing of Streaming DiLoCo (2501.18512), and
-LocalSGD (1805.09767), as torchft computes them, but weighted by the samples of each island. Tensors
+LocalSGD (1805.09767), as torchft computes them, but weighted by each island's label tokens. Tensors
 are float32 on the CPU, by name. All islands compute the same bits, on any hardware: IEEE 754 rounds
 each operation exactly, nothing is fused, and sums have one order.
 """
@@ -21,9 +21,9 @@ Tensors = Mapping[str, Tensor]
 
 
 def weighted_mean(parts: Sequence[tuple[int, Tensors]]) -> dict[str, Tensor]:
-    """The mean of what islands sent, each with its weight, the label tokens that it has trained;
-    `parts` stand in the order of the islands' names, and parts without weight are left out. Raises
-    ValueError where none has any.
+    """The mean of what islands sent, weighted by the label tokens that each has trained. `parts`
+    have the order of the islands' names; parts of weight 0 are left out. Raises ValueError where
+    no part has a weight.
 
     Products with a weight below 2**29 are exact in float64, so the mean of equal tensors is that
     tensor, to the bit.
@@ -42,8 +42,8 @@ def weighted_mean(parts: Sequence[tuple[int, Tensors]]) -> dict[str, Tensor]:
 class OuterFragment:
     """The weights of one fragment that the islands agreed on, and the outer optimizer's momentum.
 
-    At a synchronisation `change` goes out, the mean of all comes back to `step`, once everybody
-    has it, and `mixed` is what the island trains on with. After a failure it is `weights` again.
+    At a synchronisation `change` is sent. `step` takes the mean of all changes once every island
+    has it, and the island trains on with `mixed`. After a failure it trains on with `weights`.
     """
 
     def __init__(self, weights: Tensors, settings: IslandConfig) -> None:
@@ -53,8 +53,8 @@ class OuterFragment:
         self._decay = 0.0 if averages else settings.outer_momentum
         self._nesterov = settings.outer_nesterov
         self._mixing = settings.mixing
-        # At rate 1 without momentum the outer step leads to the mean of the weights. That itself
-        # is sent, since old - (old - new) is not always new: one island alone keeps its bits.
+        # At rate 1 without momentum the outer step leads to the mean of the weights. So weights
+        # are sent, since old - (old - new) is not always new: one island alone keeps its bits.
         plain = (self._rate, self._decay) == (1.0, 0.0)
         self._sends_weights = plain and settings.compression == "none"
         names = self.weights if self._decay else ()
@@ -74,7 +74,7 @@ class OuterFragment:
         return {name: old - _held(local[name]) for name, old in self.weights.items()}
 
     def step(self, mean: Tensors) -> None:
-        """The outer optimizer's step, that of torch.optim.SGD, with the mean of all changes."""
+        """Take the outer optimizer's step (torch.optim.SGD's) with the mean of all changes."""
         if self._sends_weights:
             self.weights = {name: mean[name] for name in self.weights}
             return
@@ -92,8 +92,8 @@ class OuterFragment:
         return self._momentum[name]
 
     def mixed(self, local: Tensors, *, agreed: bool = False) -> dict[str, Tensor]:
-        """The weights to go on with, in the dtype of `local`: mixed with the share `mixing` of
-        `local`, or with `agreed` without it."""
+        """The weights to go on with, in the dtype of `local`: the agreed ones mixed with the share
+        `mixing` of `local`, or, if `agreed`, without `local`."""
         if agreed or not self._mixing:
             return {name: new.to(local[name].dtype) for name, new in self.weights.items()}
         return {
@@ -102,13 +102,13 @@ class OuterFragment:
         }
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Keyed "weights/<parameter>" and "momentum/<parameter>". No later step changes them."""
+        """Tensors "weights/<parameter>", "momentum/<parameter>", which no later step changes."""
         kinds = {"weights": self.weights, "momentum": self._momentum}
         return {f"{kind}/{name}": t for kind, held in kinds.items() for name, t in held.items()}
 
     def load_state_dict(self, state: Tensors) -> None:
-        """Load a member's or a checkpoint's state. Raises CheckpointError where that is of another
-        fragment or of other settings."""
+        """Load a member's or a checkpoint's state. Raises CheckpointError where the state is of
+        another fragment or of other settings."""
         shapes = {key: tuple(tensor.shape) for key, tensor in self.state_dict().items()}
         if shapes != {key: tuple(tensor.shape) for key, tensor in state.items()}:
             raise CheckpointError(

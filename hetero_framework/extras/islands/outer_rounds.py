@@ -1,10 +1,10 @@
 """Islands that take steps alone and average their changes: LocalSGD and DiLoCo.
 
-A round is a number of steps that each island takes alone, more for a faster one. In it each
-fragment of the model is synchronised once: its change goes to all other islands, and when all have
-the same average, and come to the same weights by it, they apply it. Steps count once a
-synchronisation after them has been committed. `hetero_framework/islands` has the arithmetic, the
-same on every machine.
+In a round each island takes a number of steps alone; a faster island takes more. Each fragment of
+the model is synchronised once in a round: its change goes to all other islands. When all islands
+have the same average, and come to the same weights by it, they apply it. Steps count once a
+synchronisation after them has been committed. `outer.py` has the arithmetic, which is the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _OUTER = "outer/"
 
 @dataclass(frozen=True)
 class Round:
-    """One round as all members know it, and how far this island is. `dealt` are each island's
-    steps, `base` the steps that were committed before it, `last` says that the run ends with it,
-    `synced` are the synchronisations done, `done` the steps that this island has taken, `committed`
-    of them."""
+    """One round as all members know it, and how far this island is in it. `dealt` has each island's
+    steps, `base` counts the steps committed before the round, and `last` says that the run ends
+    with it. `synced` counts the synchronisations done, `done` the steps that this island has taken,
+    and `committed` the committed ones of these steps."""
 
     base: int
     dealt: Mapping[str, Steps]
@@ -63,7 +63,7 @@ class Round:
 
     @property
     def size(self) -> int:
-        """The steps of all islands."""
+        """The number of steps of all islands."""
         return sum(map(count_steps, self.dealt.values()))
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class OuterRounds(SummedSteps):
 
     @property
     def saves(self) -> bool:  # type: ignore[override]
-        """Only between rounds, when all islands have the same weights."""
+        """Whether to save: only between rounds, when all islands have the same weights."""
         return super().saves and (self._round is None or self._round.done == 0)
 
     def _is_done(self, state: TrainState) -> bool:
@@ -158,7 +158,7 @@ class OuterRounds(SummedSteps):
         return state
 
     def _is_warming(self, state: TrainState) -> bool:
-        """Whether the next step is one that sums its gradients."""
+        """Whether the next step sums its gradients over the islands."""
         return state.step < self._island.warmup_steps
 
     def part(self, state: TrainState, data: TrainData, count_items: CountItems) -> StepPart:
@@ -195,7 +195,7 @@ class OuterRounds(SummedSteps):
         self._counted += 1
         self._step_s.append(time.monotonic() - self._step_began)
         self._note_progress()
-        # So the schedule ends with the run, however many islands there are.
+        # The step by which the schedule ends with the run, however many islands there are.
         step = round_.base + round_.done * round_.size // h
         skipped = before.step - before.committed_steps
         if state.committed_steps == before.committed_steps:
@@ -215,7 +215,7 @@ class OuterRounds(SummedSteps):
         return {"island": {**island, **figures, "committed": self._ledger.count}}
 
     def went_back(self, state: TrainState) -> None:
-        """Others learn of it only if the step is before the last synchronisation."""
+        """Go back here. Others learn of it only if the step is before the last synchronisation."""
         self._sending = None
         if self._count(state) != self._syncs:
             self._outer, self._before = self._before, []
@@ -278,7 +278,7 @@ class OuterRounds(SummedSteps):
             self._begin(self._sending)
 
     def _begin(self, sending: _Sending) -> None:
-        """Begin it in the background, while steps go on."""
+        """Begin the exchange of a change in the background, while steps go on."""
         session, number = self._present, self._exchange
         failpoints.hit("island-changes")
         sending.session = session
@@ -338,8 +338,8 @@ class OuterRounds(SummedSteps):
         return self._commit(sending, after, steps, state)
 
     def _agreed(self, after: OuterFragment, began: float) -> dict[str, Steps]:
-        """The steps of each island that are committed now, once all report the same weights; this
-        one has taken no step since `began`. Raises MemberLost."""
+        """The steps of each island that are committed now, once all report the same weights. This
+        island has taken no step since `began`. Raises MemberLost."""
         session, number, round_ = self._present, self._exchange, self._round
         assert round_ is not None
         done = first_steps(_after(self._dealt, round_.committed), round_.done - round_.committed)
@@ -408,7 +408,7 @@ class OuterRounds(SummedSteps):
         self._position = self._position.after_commit(self._syncs, session.view)
         round_ = replace(round_, synced=round_.synced + 1, committed=round_.done)
         ends = round_.synced == len(self._plan)
-        # To its end also where an island left: what it was dealt is dealt again.
+        # At the end the ledger counts: the steps of an island that left are dealt again.
         step = self._ledger.count if ends else state.step
         self._tune(round_ if ends else None)
         failpoints.hit("island-apply")
@@ -437,8 +437,8 @@ class OuterRounds(SummedSteps):
             self._retune(shares)
 
     def _give_back(self, after: OuterFragment, agreed: bool) -> None:
-        """Have the stages go on with the average alone if `agreed`, else mixed with their weights.
-        Raises StagesLost."""
+        """Make the stages go on with the average alone if `agreed`, else with the average mixed
+        with their weights. Raises StagesLost."""
         names = tuple(after.weights)
 
         def give() -> None:
@@ -463,7 +463,7 @@ class OuterRounds(SummedSteps):
         return state
 
     def _begin_with(self, state: TrainState) -> None:
-        """Begin with the outer state of the run's starting checkpoint, or of the weights."""
+        """Begin with the outer state of the run's starting checkpoint, or with the weights."""
         names = self._cluster.loaded.trained_names
         weights = self._cluster.retrying(lambda: self._cluster.pipeline.weights(names))
         sizes = {name: weights[name].nbytes for name in names}
@@ -529,7 +529,7 @@ class OuterRounds(SummedSteps):
         take(StatePart(self._beside()))
 
     def _adopted(self, state: TrainState, session: IslandSession) -> TrainState:
-        """An island that takes over another one's state has no steps before the next round."""
+        """An island that takes over another's state has no steps before the next round."""
         group = {**state.group, "label_tokens": [0] * self._island.fragments}
         Ledger.load_state_dict(group.get("ledger", {"committed": ()}))
         if kept := group.get("round"):
@@ -568,7 +568,7 @@ def _nth(steps: Steps, number: int) -> int:
 
 
 def _after(steps: Steps, count: int) -> Steps:
-    """These without the first `count`."""
+    """The steps without the first `count`."""
     rest, left = [], count
     for start, end in steps:
         skipped = min(left, end - start)
@@ -579,8 +579,8 @@ def _after(steps: Steps, count: int) -> Steps:
 
 
 def _refuse_other_weights(session: IslandSession, hashes: Mapping[str, Any]) -> None:
-    """For the leader: refuse members with other weights than most have; in a tie the leader's are
-    right. Raises MemberLost then, or ProtocolError where the leader's are wrong."""
+    """For the leader: refuse members with other weights than most members have; in a tie the
+    leader's are right. Raises MemberLost for them, or ProtocolError if the leader's are wrong."""
     counts, mine = Counter(map(str, hashes.values())), str(hashes[session.me])
     right = max(counts, key=lambda value: (counts[value], value == mine))
     wrong = ProtocolError(
@@ -608,7 +608,7 @@ def _dealt_steps(parts: Any, round_: Round, name: str) -> Steps:
 def _decided(
     decision: Mapping[str, Any], round_: Round, ledger: Ledger, session: IslandSession
 ) -> dict[str, Steps]:
-    """The steps of each island that are committed. Raises ProtocolError."""
+    """The committed steps of each island, by the leader's decision. Raises ProtocolError."""
     try:
         found = decision["steps"].items()
         steps = {str(name): _dealt_steps(parts, round_, name) for name, parts in found}

@@ -2,7 +2,7 @@
 
 A replica counts as living while heartbeats for it come in. A question is answered with a quorum
 when all living replicas have asked. torchft keeps the questions of replicas that have died, so a
-quorum can name one that waits for no answer: questions are numbered, and the caller compares.
+quorum can name a replica that waits for no answer. The caller compares the questions' numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HEARTBEAT_S = 2.0
 _JOIN_TIMEOUT_S = 7 * 24 * 3600.0
 """How long living replicas that do not ask are waited for; an island that stalls leaves."""
 _FAILED = (RuntimeError, TimeoutError)
-"""Raised by torchft's calls when time is up, and when the server is ending."""
+"""Errors of torchft's calls when time is up, and when the server is ending."""
 
 
 class Quorums:

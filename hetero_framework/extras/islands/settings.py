@@ -33,7 +33,7 @@ class IslandConfig(Section):
     Everything else in their files describes the same model, adapter and data. null: alone."""
 
     name: Annotated[str, FREE]
-    """Name of this island, unique among them: 1 to 64 letters, digits, '.', '_' or '-'."""
+    """Name of this island, unique among islands: 1 to 64 letters, digits, '.', '_' or '-'."""
     lighthouse: Annotated[str, FREE]
     """Address and port of `hetero lighthouse`, where islands find each other, as
     "10.0.0.1:29510"."""
@@ -75,8 +75,8 @@ class IslandConfig(Section):
     share: Annotated[Literal["auto"] | Annotated[float, with_unit("share", gt=0)], PER_ISLAND] = (
         "auto"
     )
-    """This island's share of the samples, relative to the numbers of the others. "auto", of all
-    islands or none: by their measured speed."""
+    """This island's share of the samples, relative to the numbers of the others. "auto", for all
+    islands or none: shares by measured speed."""
 
     @property
     def lighthouse_address(self) -> tuple[str, int]:

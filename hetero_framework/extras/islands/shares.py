@@ -7,8 +7,8 @@ from fractions import Fraction
 
 
 def apportion(count: int, shares: Mapping[str, float], least: int = 0) -> dict[str, int]:
-    """`count` things dealt in proportion to `shares` (each > 0), by largest remainder, in the order
-    of the names; of equal remainders the first name's is larger. None is less than `least`.
+    """Deal `count` things in proportion to `shares` (each > 0), by largest remainder. Of equal
+    remainders the first name's counts as larger. No part is less than `least`.
 
     Fractions, not floating point: every island must come to the same numbers.
     """
@@ -36,5 +36,5 @@ def round_steps(
     sync_steps: int, shares: Mapping[str, float], fragments: int = 1, delay_steps: int = 0
 ) -> dict[str, int]:
     """How many steps each island takes alone in a round, so that all end it at about one time:
-    `sync_steps` in the mean, and enough for one synchronisation after the other."""
+    `sync_steps` on average, and enough for one synchronisation after the other."""
     return apportion(sync_steps * len(shares), shares, fragments * (delay_steps + 1))

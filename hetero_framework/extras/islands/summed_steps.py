@@ -48,9 +48,9 @@ from hetero_framework.units import plural
 _log = logging.getLogger(__name__)
 _LEAST_PATIENCE_S = 30.0
 _PATIENCE = 10.0
-"""Usual steps without any progress after which an island stalls."""
+"""An island stalls after the time of this many usual steps without any progress."""
 _KNOWN_STEPS = 3
-"""Steps after which the usual step is known; before that step_timeout_s counts."""
+"""Number of steps after which the usual step is known; before that step_timeout_s counts."""
 
 
 class SummedSteps(ReplicaGroup):
@@ -78,7 +78,7 @@ class SummedSteps(ReplicaGroup):
         self._seconds: dict[str, float] = {}
         self._step_s: deque[float] = deque(maxlen=20)
         self._began_at = 0.0
-        self._moved_at: float | None = None  # it has not met the others yet
+        self._moved_at: float | None = None  # None: it has not met the others yet
         self._bytes = (0, 0)
 
     def open(self, group: Group) -> None:
@@ -132,7 +132,7 @@ class SummedSteps(ReplicaGroup):
         return state.step
 
     def _done(self, state: TrainState) -> int:
-        """The same after a step, before `state` records that."""
+        """`_count` after a step, before `state` records that step."""
         return state.step
 
     def _joined(self, state: TrainState) -> TrainState:
@@ -154,8 +154,8 @@ class SummedSteps(ReplicaGroup):
             return state
 
     def _repeats(self, state: TrainState) -> bool:
-        """Whether a step is done again among the same members, since a worker here was lost. They
-        keep the tensors of it that they have received."""
+        """Whether a step is done again among the same members, since a worker here was lost. The
+        members keep the tensors of that step which they have received."""
         return self._under_way == state.step and not self._present.is_over
 
     def part(self, state: TrainState, data: TrainData, count_items: CountItems) -> StepPart:
@@ -270,8 +270,8 @@ class SummedSteps(ReplicaGroup):
         self._open.leave("it went back to an earlier step")
 
     def finished(self, state: TrainState) -> TrainState:
-        """Nobody leaves before all that are here have the state that the run ends with: one may
-        have missed the last decision, or have come just now."""
+        """Return once all members have the state that the run ends with: a member may have missed
+        the last decision, or have come just now."""
         while True:
             try:
                 if self._session is None or not self._stays(state):
@@ -391,7 +391,7 @@ class SummedSteps(ReplicaGroup):
         settings = effects.agreed(prepared.config) | {
             name: value
             for name, value in effects.agreed(given).items()
-            if name.startswith(("model.", "adapter."))  # of the others the decided ones
+            if name.startswith(("model.", "adapter."))  # of other sections the decided ones
         }
         return {
             **order_facts(data.order, data.fingerprint),
@@ -477,11 +477,11 @@ class _Timed(SummedGradients):
 
     @property
     def since_end_s(self) -> float:
-        """Seconds since then: transfers not hidden by computing, or waiting for slower islands."""
+        """Seconds since that time, spent on transfers or on waiting for slower islands."""
         return 0.0 if self._ended_at is None else time.monotonic() - self._ended_at
 
     def seconds_per(self, samples: int) -> float:
-        """Seconds of a sample without waiting for others; 0 where it had none."""
+        """Seconds per sample without waiting for others; 0 where there were no samples."""
         if self._ended_at is None or not samples:
             return 0.0
         return (self._ended_at - self._began) / samples
@@ -520,7 +520,7 @@ def seconds_in(info: Mapping[str, Any], key: str, name: str) -> float:
 
 
 def _share(position: Position, name: str) -> float | Literal["auto"]:
-    """The share in its configuration. Raises ProtocolError."""
+    """The share in the configuration of island `name`. Raises ProtocolError."""
     share = position.says.get("share")
     if share == "auto" or (isinstance(share, (int, float)) and 0 < share < math.inf):
         return share  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from hetero_framework.extras.islands.messages import Member
 class View:
     """One view, the same on each of its members until they ask for the next one."""
 
-    members: tuple[Member, ...]  # by name
+    members: tuple[Member, ...]  # sorted by name
 
     @classmethod
     def of(cls, members: Iterable[Member]) -> View:
@@ -26,6 +26,6 @@ class View:
 
     @property
     def key(self) -> str:
-        """Equal where names and processes are."""
+        """A hash that is equal where names and processes are equal."""
         listed = json.dumps([(member.name, member.process) for member in self.members])
         return hashlib.sha256(listed.encode()).hexdigest()

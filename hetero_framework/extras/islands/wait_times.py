@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 
 def for_others(idle_since: Mapping[str, float]) -> dict[str, float]:
-    """The seconds that each island waited until the last one had nothing left to do either; by one
-    clock, each has been idle since `idle_since`. What it waited after that was for the network. The
-    clock is the leader's: of the others the time that a vote takes counts as work."""
+    """The seconds that each island waited for the last island to be idle, too. By the leader's
+    clock, each has been idle since `idle_since`. Waiting after that was for the network. The time
+    that another island's vote takes on its way counts as its work."""
     last = max(idle_since.values())
     return {name: last - since for name, since in idle_since.items()}

@@ -52,8 +52,8 @@ def serve(
     options: KeyOptions,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Serve at `bind`, "host:port", until a signal ends it with StoppedEarly; `keys` are those of
-    islands. Raises UserError, IdentityError, and NetworkError for a port in use."""
+    """Serve at `bind`, "host:port", until a signal ends it with StoppedEarly. `keys` is the key
+    directory of islands. Raises UserError, IdentityError, and NetworkError for a port in use."""
     from hetero_framework.config import host_and_port, split_address
     from hetero_framework.core import timeouts
     from hetero_framework.core.dial import Listener
