@@ -239,7 +239,7 @@ def as_messages(record: Record, *answers: str) -> Record:
     """The record with prompt and answers as messages, if one of them is messages already. A text
     becomes a message of the user or the assistant. Without a prompt, `messages` that wait for an
     answer are the prompt, as in LLaMA-Factory. A prompt that a single answer repeats is taken off
-    the answer. If several answers repeat the prompt, or none is given, all messages that the
+    the answer. If several answers repeat the prompt, or no prompt is given, all messages that the
     answers begin with alike become the prompt, as in TRL."""
     fields = {name: value for name, value in record.fields.items() if value is not None}
     for name in ("messages", "conversations"):

@@ -295,7 +295,7 @@ class Formatter:
         return self._pairs(pairs)
 
     def note_prompt(self, prompt: str, answers: Sequence[str], where: str) -> None:
-        """Note a missing prompt, one that all answers begin with, or one that an answer touches."""
+        """Add a remark if there is no prompt, all answers begin with it, or one touches it."""
         text = prompt.strip()
         if all(answer.lstrip().startswith(text) for answer in answers):
             what = "the answers begin with the prompt, which is read twice"
@@ -530,7 +530,7 @@ def _refuse_two(chats: list[Conversation], *names: str) -> None:
 
 
 def _refuse_label(record: Record) -> None:
-    label = str(record.fields.get("label")).strip().lower()  # of a table of text, too
+    label = str(record.fields.get("label")).strip().lower()  # a table of text has texts
     if label in ("true", "false", "1", "0", "1.0", "0.0"):
         raise DataError(
             f"{record.where}: prompt, completion and label are the fields of KTO's preference data;"

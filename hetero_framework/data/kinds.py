@@ -44,7 +44,7 @@ class LabelReader(Protocol):
         """Facts about the labels that the settings or the model's checkpoint have."""
 
     def find(self, records: Iterator[Record], stated: Any) -> Labels:
-        """The labels that are stated, or else found in the training data (None: none stated)."""
+        """The labels that are stated, or else found in the training data (None: not stated)."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,7 @@ def objectives_of(first: Record) -> list[str]:
     there = {name for name, value in first.fields.items() if value is not None}
 
     def suits(kind: str) -> bool:
-        needs = getattr(
-            registry.find("data", kind), "needs", ()
-        )  # a data set of one's own has none
+        needs = getattr(registry.find("data", kind), "needs", ())  # a user's own data set has none
         with suppress(DataError):
             is_text = kind == "text" and bool(detect_format(first.fields, first.where, "text"))
             return is_text or (bool(needs) and all(there.intersection(group) for group in needs))

@@ -147,7 +147,7 @@ def settle_pad_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 def choose_pad_token(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
 ) -> tuple[int, str]:
-    """Id of the token to pad with, and a sentence about it. It is the pad token, else
+    """Id of the token to pad with, and a sentence about it. The token is the pad token, else
     end-of-sequence, as in TRL, else unknown; a token that the model has no embedding for is passed
     over. Padding is masked and has no label, so the choice does not change the result."""
     passed = []

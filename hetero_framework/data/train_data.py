@@ -215,9 +215,9 @@ def load_data(
     most: int | None = None,
     stated: Any = None,
 ) -> TrainData:
-    """Read, tokenise and check the first `most` examples of each set of data; data with labels need
-    the facts `LabelReader.stated`. Raises DataError, with file and line, for unusable examples,
-    such as one with a token beyond the model's `vocab_size` embeddings."""
+    """Read, tokenise and check the first `most` examples of each set of data. `stated` are the
+    facts of `LabelReader.stated`, for data with labels. Raises DataError, with file and line, for
+    unusable examples, such as one with a token beyond the model's `vocab_size` embeddings."""
     data = config.data
     if data is None:
         raise DataError("the configuration has no data", hint='add "data": {"train": "..."}')

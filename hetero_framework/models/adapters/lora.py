@@ -192,7 +192,7 @@ def _lora_config(adapter: AdapterConfig, model: PretrainedConfig) -> LoraConfig:
     if task != "causal-lm":
         whole = meta_model(model)
         heads = [n for n, m in whole.named_children() if any(True for _ in m.parameters())]
-        # PEFT names the heads of all its classes.
+        # PEFT always adds these two names, for the heads of all its classes.
         asked = set(settings["modules_to_save"] or ()) - {"classifier", "score"}
         saved = [*sorted(asked), *heads]
         kept = [name for name in dict.fromkeys(saved) if name != whole.base_model_prefix]

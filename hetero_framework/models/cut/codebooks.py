@@ -24,7 +24,7 @@ def ids_per_token(model: PreTrainedModel) -> int:
     """C: the number of embeddings that the model adds up for a token; 1 for models of text."""
     try:
         embeddings = model.get_input_embeddings()
-    except NotImplementedError:  # of a class that does not name them
+    except NotImplementedError:  # a class that does not name its embeddings
         return 1
     return len(embeddings) if isinstance(embeddings, nn.ModuleList) else 1
 

@@ -281,7 +281,7 @@ def _takes_embeddings(
 ) -> bool:
     """See `ModelStructure.takes_embeddings`; `watch` saw the `inputs`."""
     if watch.sides() or watch.id_readers or ids_per_token(model) > 1:
-        return False  # other values of the ids cannot be computed from embeddings
+        return False  # what blocks read of the ids cannot be computed from embeddings
     if "inputs_embeds" not in inspect.signature(model.forward).parameters:
         return False
     width = cast(Any, model.get_input_embeddings()).weight.shape[-1]
@@ -545,7 +545,7 @@ def _shared(blocks: str, watch: _Watch) -> dict[str, tuple[int, ...]]:
     for name, phases in watch.phases.items():
         users = {phase // 2 for phase in phases}
         if name.startswith(f"{blocks}."):
-            # Some models rescale their blocks' weights up front; each block's are its own.
+            # Some models rescale their blocks' weights up front; that does not share them.
             users.discard(-1)
         if len(users) > 1:
             shared[name] = tuple(sorted(users))

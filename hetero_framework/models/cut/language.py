@@ -23,7 +23,7 @@ from hetero_framework.models.library import LIBRARY_ERRORS, briefly
 
 PLAIN = (str, int, float, bool)
 
-# Asking a weight for its shape or type is no use of the weight.
+# Asking a weight for its shape or type does not count as a use of the weight.
 _QUERIES = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "element_size"}
 
 _LISTED = "docs/architectures.md lists the architectures that can be cut"

@@ -282,7 +282,7 @@ def build_shard(
 
 
 def _check_finite(model: torch.nn.Module, source: str) -> None:
-    """Raise ModelError for weights that are infinite or not a number: no training mends those."""
+    """Raise ModelError for weights that are infinite or NaN: no training mends them."""
     for name, weight in model.named_parameters():
         if not weight.is_floating_point() or weight.is_meta:
             continue
@@ -557,7 +557,7 @@ class Shard:
         kept = {k: blocks[k] for k in range(rng.start, rng.end) if _is_frozen(blocks[k])}
         for block in kept.values():
             for module in block.modules():
-                # The model collects outputs by these hooks; the next one sets its own.
+                # The model collects outputs by these hooks; the next model sets its own.
                 module._forward_hooks.clear()
         return ReusableModules(
             kept, partition.outside(model, whole, rng, _is_frozen), self.fingerprint
@@ -709,8 +709,8 @@ class Shard:
             self._part = "whole"
 
     def _placeholder(self, inputs: Inputs, hidden_BSD: Tensor) -> Inputs:
-        """The model's input where another shard has the embedding: only shape and type matter, but
-        for token ids that blocks read."""
+        """The model's input where another shard has the embedding. Only its shape and type matter,
+        unless blocks read token ids."""
         if self._reads_ids and "input_ids" in inputs:
             return {"input_ids": inputs["input_ids"]}
         # A hidden state may have other axes in front of rows and tokens.
@@ -766,7 +766,7 @@ class Shard:
         last shard, have absent blocks give the received reports."""
         for block, reports in itertools.groupby(self._whole.structure.reports, _block_of):
             if not self.range.is_last and self.range.start <= block < self.range.end:
-                # The outermost module has the last word: an adapter may be in those within.
+                # The outermost module has the last word: an adapter may be in the inner ones.
                 where = {side: (r.module, path) for r in reports for path, side in r.parts}
                 for side, (module, path) in where.items():
                     take = weakly(self._take_report, 1 + self._leaving_sides.index(side), path)

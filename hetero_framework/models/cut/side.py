@@ -144,7 +144,7 @@ def returning(left: Bundle) -> Bundle:
 
 
 def differentiate(left: Bundle, gradients: Bundle) -> None:
-    """Backward from the outgoing tensors, with the gradients of `returning(left)`. All at once: a
+    """Run backward from all outgoing tensors at once, with the gradients of `returning(left)`. A
     gradient from behind is then the first term of every sum, as in the whole model, where later
     layers are differentiated first."""
     pairs = zip(returning(left), gradients, strict=True)

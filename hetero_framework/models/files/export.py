@@ -168,8 +168,8 @@ def write_adapter(
     if plan.towers:
         # A tower may have modules of these names, too.
         config.modules_to_save = list(plan.saved_modules) or None
-    # Initialisation is no part of the result, unless the base has changed with it; sets have no
-    # order.
+    # The result does not say how it was initialised, unless the base has changed with it. Sets are
+    # sorted, since they have no order.
     config.task_type = PEFT_TASKS[plan.task]
     if not plan.rewrites_base:
         config.init_lora_weights = True

@@ -111,7 +111,7 @@ def check_devices(
     config: Config, model: PretrainedConfig, reasons: Mapping[int | str, str | None]
 ) -> None:
     """Raise ConfigError that names the processes that are to hold quantised weights and cannot, or
-    that are to hold another kind than a quantised checkpoint has. `reasons` has why a device
+    that are to hold another kind than a quantised checkpoint has. `reasons` says why a device
     cannot, as far as devices are known."""
     stored = stored_quantization(model)
     problems: list[str] = []

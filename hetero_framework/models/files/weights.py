@@ -191,8 +191,8 @@ class Checkpoint:
         )
 
     def _first(self) -> tuple[Path, str]:
-        """The file that from_pretrained begins with, and its name: the one that config.json names,
-        else the single one, else the index."""
+        """The file that from_pretrained begins with, and its name: the file that config.json names,
+        else the single file, else the index of several."""
         if self.path(repository.ADAPTER) is not None:
             raise ModelError(
                 f"{self.source!r} holds an adapter beside the model, and from_pretrained would add"

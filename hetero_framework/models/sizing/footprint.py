@@ -104,7 +104,7 @@ _parts: dict[tuple[object, ...], tuple[Shard, FakeTensorMode]] = {}
 
 def bundle_at(setting: Setting, block: int) -> tuple[Form, ...]:
     """The bundle at the boundary in front of a block: the hidden state, then side tensors. Raises
-    one of LIBRARY_ERRORS where a part that makes one cannot run without numbers."""
+    one of LIBRARY_ERRORS where a part that makes a side tensor cannot run without numbers."""
     if (family := family_of(setting.model)) is not None:
         return family.entering(setting.model, block, setting.rows)
     structure = introspect(setting.model)

@@ -1,8 +1,8 @@
 """Memory needed by each stage, computed from shapes alone.
 
 Weights, gradients and optimizer state are counted tensor by tensor. So are activations, temporary
-tensors of a layer, and the loss, on tensors without data (`footprint`). Where a model cannot be run
-so, activations are estimated:
+tensors of a layer, and the loss, on tensors without data (`footprint`). Where a model cannot run
+on these, activations are estimated:
 
     bytes per token and layer = 1.4 c * sum of (inputs + outputs) of the layer's matrices
 
@@ -12,10 +12,10 @@ bytes per head and pair of tokens. A stage that neither trains anything nor pass
 stores nothing for backward. All sizes are bytes.
 
 Only tensors are counted; benchmarks/stage_memory.py compares the sums with real stages. The
-allocator's own overhead comes on top. For a Llama of 110 M weights, 4 x 256 tokens, float32 on a
-CPU, LoRA on all linear layers is estimated 1.31 GiB and full training 2.56; over an idle process
-glibc's resident set peaks at 2.42 and 3.13, since it keeps freed small tensors, and with
-MALLOC_MMAP_THRESHOLD_=131072 at 1.31 and 2.57.
+allocator's own overhead comes on top. An example is a Llama of 110 M weights, 4 x 256 tokens, in
+float32 on a CPU. The estimate is 1.31 GiB for LoRA on all linear layers and 2.56 for full training.
+The resident set, less an idle process's, peaks at 2.42 and 3.13, since glibc keeps freed small
+tensors; with MALLOC_MMAP_THRESHOLD_=131072 it peaks at 1.31 and 2.57.
 """
 
 from __future__ import annotations
@@ -601,8 +601,8 @@ def _partly_away(
 
 
 def keeps_states(optim: str) -> bool:
-    """Whether the states of an optimizer stay where they are with offload_optimizer: those of
-    torchao are tensors of a class of its own, and paged ones are in host memory already."""
+    """Whether the states of an optimizer stay where they are with offload_optimizer: torchao's
+    states have a tensor class of their own, and paged states are in host memory already."""
     return "paged" in optim or optim in ("adamw_torch_4bit", "adamw_torch_8bit")
 
 
@@ -642,7 +642,7 @@ def _counted_bytes(
     shared = max((part.shared for part in inner), default=0)
     working = behind = 0
     for part in reversed(inner):
-        # In a part's forward those behind it have not run; in its backward they have freed theirs.
+        # In a part's forward, parts behind it have not run; in its backward, they hold nothing.
         working = max(working, part.passing - behind)
         behind += part.kept - part.shared
     logits = 0
@@ -696,7 +696,7 @@ def _layer_bytes(layer: int, shapes: Shapes, c: int, row_tokens: int) -> int:
 
 
 def experts_per_token(text: PretrainedConfig) -> int:
-    """How many experts a token visits; 1 for a model without."""
+    """How many experts a token visits; 1 for a model without experts."""
     names = ("num_experts_per_tok", "numexperts_per_token", "moe_topk", "top_k")
     values = (getattr(text, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), 1)
