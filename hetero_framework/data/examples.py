@@ -42,11 +42,11 @@ class Rows(ExampleSet, Protocol):
 
 
 class StreamedRows(ABC):
-    """Rows that are made during a run, whose position is part of the run's state."""
+    """Rows that are made during a run, whose state is part of the run's state."""
 
     @abstractmethod
     def state(self) -> Any:
-        """The position in the rows, as JSON types, for `restore`. Any thread may call this."""
+        """What `restore` needs to go on here, as JSON types. Any thread may call this."""
 
     @abstractmethod
     def restore(self, state: Any) -> None:

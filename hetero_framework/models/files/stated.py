@@ -42,8 +42,8 @@ _A_SECOND = 100e6  # FP8 numbers a second on one core (benchmarks/stored_forms.p
 
 
 def as_held(model: ModelConfig, base_dir: Path) -> tuple[ModelConfig, list[str]]:
-    """The `model` section, and warnings. If the checkpoint holds both ends of tied weights, the
-    section's `tie_word_embeddings` says whether they are equal. Raises ModelError, also for names
+    """The `model` section, and warnings. If the checkpoint holds both ends of tied weights, an
+    unset `tie_word_embeddings` is set to whether they are equal. Raises ModelError, also for names
     that a wrapper made."""
     if model.name_or_path is None or family_asked(model) is not None:
         return model, []
