@@ -14,7 +14,7 @@ _AWQ = ("auto_round:awq", "auto_round:auto_awq")
 
 
 def auto_round(settings: dict[str, Any], source: str) -> Form:
-    """The form of `quant_method` auto-round. Raises ModelError for those that it does not have."""
+    """The form of `quant_method` auto-round. Raises ModelError for settings that no form has."""
     packing = settings.get("packing_format", "auto")
     version = {"checkpoint_format": "gptq_v2" if packing in _ZEROS else "gptq"}
     layers = settings.get("extra_config") or {}

@@ -1,6 +1,6 @@
 """AWQ ("gemm"): numbers of 4 bits, with a scale and a zero for each group of inputs.
 
-Packed along the outputs, eight in a 32-bit word in the order 0 2 4 6 1 3 5 7: qweight
+Numbers are packed along the outputs, eight in a 32-bit word in the order 0 2 4 6 1 3 5 7: qweight
 [in, out / 8]; qzeros [groups, out / 8]; scales [groups, out]. A weight is (number - zero) x scale,
 in the type of the scales.
 """
@@ -18,7 +18,7 @@ from hetero_framework.extras.stored_formats.form import Ends, Layout, Parts, unp
 from hetero_framework.extras.stored_formats.gptq import Gptq
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word each of eight outputs lies."""
+"""The place in a word of each of eight outputs."""
 
 
 class Awq(Gptq):

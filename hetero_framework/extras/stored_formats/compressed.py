@@ -1,8 +1,8 @@
 """Weights as compressed-tensors writes them: fp8, int8, packed whole numbers, NVFP4 and MX.
 
 The library makes rows full, by the group of `config_groups` that takes their module. It multiplies
-in the type of the scales, 4 and 6 bits in bfloat16; fp8 of experts is multiplied in float32, as
-transformers does it.
+in the type of the scales, and numbers of 4 and 6 bits in bfloat16. fp8 of experts is multiplied in
+float32, as in transformers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hetero_framework.errors import ModelError
 from hetero_framework.extras.stored_formats.form import FLOATS, INDICES, Ends, Form, Layout, Parts
 
 _UNSAID = (None, "mixed-precision", "fakequant", "dense")
-# By the begin of a format's name, the types of values and scales.
+# The types of values and scales, by the beginning of a format's name.
 _TYPES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "pack-": (("I32",), FLOATS),
     "nvfp4-": (("U8",), ("F8_E4M3",)),
     "mxfp8-": (("F8_E4M3",), ("U8",)),
     "mxfp": (("U8",), ("U8",)),
-    "": (("I8",), FLOATS),  # those that are not packed
+    "": (("I8",), FLOATS),  # formats without packing
 }
 _EMBEDDINGS = ("emb", "wte")
 _ORDERED = ("group", "dynamic", True)
@@ -68,7 +68,7 @@ class CompressedTensors(Form):
             for key, group in settings["config_groups"].items():
                 for args in group.values() if isinstance(group, dict) else ():
                     if isinstance(args, dict) and args.pop("actorder", None) in _ORDERED:
-                        ordered.append(key)  # the library has dropped these; weight_g_idx has them
+                        ordered.append(key)  # the library does not know these; weight_g_idx does
             config = QuantizationConfig.model_validate(settings)
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(
@@ -119,7 +119,7 @@ class CompressedTensors(Form):
     def weight(
         self, name: str, slices: Mapping[str, Any], dtype: torch.dtype, device: torch.device
     ) -> Any:
-        """See StoredFormat. A full weight may have the scales beside it that it was trained for."""
+        """See StoredFormat. Beside a full weight may be the scales that it was trained for."""
         if "" not in slices and slices["values"].get_dtype() in FLOATS and not self.is_compressed:
             slices = {"": slices["values"]}
         return super().weight(name, slices, dtype, device)
@@ -144,7 +144,7 @@ class CompressedTensors(Form):
             "order": [shape[1]],
             "global": [1],
         }
-        for role in found.keys() & expected.keys():  # one number may have any number of axes
+        for role in found.keys() & expected.keys():  # a lone number may have any axes
             is_one = (args.strategy == "tensor" or role == "global") and math.prod(found[role]) == 1
             if role != "values" and is_one:
                 expected[role] = found[role]
@@ -193,13 +193,13 @@ class CompressedTensors(Form):
             zeros = state["weight_zero_point"]
             if zeros.dtype != torch.int32:  # as versions before 0.9 wrote them
                 zeros = pack_to_int32(zeros.to(torch.int8), args.num_bits, 0)
-            # The library takes the bytes of a transposed copy, but makes none of a single row.
+            # The library takes the bytes of a transposed copy, but does not copy a single row.
             zeros = zeros.t().clone(memory_format=torch.contiguous_format)
             state["weight_zero_point"] = zeros.t()
         if args.type == "float" and args.num_bits == 8 and parts["how"]["of_experts"]:
             state["weight_scale"] = state["weight_scale"].float()
         order = parts["order"][...].to(device).long() if "order" in parts else None
-        if order is not None and order.min() >= 0:  # each input is a group then, of numbers its own
+        if order is not None and order.min() >= 0:  # then each input is a group of its own
             for name in {"weight_scale", "weight_zero_point"} & state.keys():
                 state[name] = state[name][:, order]
             scheme, alone = copy.copy(scheme), copy.copy(args)

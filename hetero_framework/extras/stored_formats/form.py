@@ -1,4 +1,4 @@
-"""Weights that a checkpoint holds in several tensors, and how one is made of them.
+"""Makes a weight from the several tensors in which a checkpoint holds it.
 
 A form is a `quant_method` of config.json. It says which tensors belong to a weight, by the ends of
 their names, and computes rows of the weight. The numbers are a function of the files alone: each
@@ -26,9 +26,9 @@ _NUMBERS_AT_ONCE = 1 << 19  # stay in a processor's cache, and in memory that is
 _ONE_AT_A_TIME = threading.Lock()  # the library reads on several threads, each with its own memory
 FLOATS, INDICES = ("F32", "F16", "BF16"), ("I32", "I64")
 _FULL = {"F64", *FLOATS, "I64", "I32", "I16", "BOOL"}
-# Ends of names by which other forms can be told.
+# Ends of names that belong to other forms.
 _FOREIGN = ("qweight", "weight_packed", "_blocks", "_scale_inv", "absmax", "SCB", "_qdata")
-# Settings that change numbers in some form. A form that does not name one reads no model with it.
+# Settings that change numbers in some form. A form that does not name such a setting refuses it.
 _OTHERS = (
     *("dynamic", "dynamic_config", "extra_config", "quantized_layers", "adapter", "rotation"),
     *("rotation_config", "weight_only", "is_marlin_format", "pack_dtype", "data_type"),
@@ -42,27 +42,27 @@ class Form(ABC):
     """How the weights of one checkpoint are stored."""
 
     ends: ClassVar[Ends]
-    """By role, ends of the names of a weight's tensors. All have "values" and "scales"."""
+    """Ends of the names of a weight's tensors, by role. All forms have "values" and "scales"."""
     target: ClassVar[str | None] = None
-    """The end of a weight's name, in place of that of its values; None where they are alike."""
+    """The end of a weight's name, in place of its values' end; None where the two are alike."""
     unread: ClassVar[tuple[str, ...]] = ()
     """Ends of names of tensors that only an inference engine reads."""
     needed: tuple[str, ...] = ("values", "scales")
     """Roles without which there is no weight."""
     types: Mapping[str, Sequence[str]] = {}
-    """By role, the types that its tensor may have, as safetensors names them."""
+    """The types that a tensor may have, by role, as safetensors names them."""
     axes: ClassVar[tuple[int, ...]] = (2,)
-    """Numbers of axes that values may have."""
+    """How many axes values may have."""
     signed: ClassVar[bool] = False
     """Whether a scale may be negative."""
     known: ClassVar[Mapping[str, Sequence[object]]] = {}
-    """By setting, with its other names behind it, the values that can be read; () for all."""
+    """The values that can be read, by "setting|its other name"; () stands for all values."""
     step: int = 1
-    """Rows of a weight that are stored together."""
+    """How many rows of a weight are stored together."""
 
     def __init__(self, settings: dict[str, Any], source: str) -> None:
         """`settings` are the `quantization_config` of the model `source`. Raises ModelError for
-        those that the form does not have."""
+        settings that the form does not have."""
         self.settings, self.source = settings, source
         self.settings = self.checked(settings)
         self.files: Mapping[str, str] = {}
@@ -70,7 +70,7 @@ class Form(ABC):
 
     def checked(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Settings under their first names. Raises ModelError for values that cannot be read, and
-        for two names of a setting that have different ones."""
+        for two names of one setting that have different values."""
         made = dict(settings)
         for names, values in (dict.fromkeys(_OTHERS, (None,)) | dict(self.known)).items():
             given = {n: v for n in names.split("|") if (v := settings.get(n)) not in _OFF}
@@ -153,7 +153,7 @@ class Form(ABC):
         return Weight(self, name, slices, dtype, device if device.type == "cuda" else _CPU)
 
     def error(self, stored: str, why: str) -> ModelError:
-        """The error of a tensor in a file."""
+        """The error for a tensor in a file."""
         return ModelError(
             f"{stored} in {self.files[stored]} of the model {self.source!r}: {why}",
             hint="the file is incomplete or damaged, or config.json is that of another model; copy"
@@ -161,7 +161,7 @@ class Form(ABC):
         )
 
     def refused(self, setting: str, known: str, value: object = None) -> ModelError:
-        """The error of a setting that the form does not have; `value` is one of some part."""
+        """The error for a setting that the form does not have. `value`: a part's own value."""
         return ModelError(
             f"the model {self.source!r} has {setting} {value or self.settings.get(setting)!r} in"
             f" its quantization_config; {known} can be read",
@@ -169,8 +169,8 @@ class Form(ABC):
         )
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
-        """The shape of the weight of these slices. Raises ValueError where they do not fit each
-        other or the settings."""
+        """The shape of the weight that these slices make. Raises ValueError where the slices do not
+        fit each other or the settings."""
         types = {**self.types, **parts["how"].get("types", {})}
         for role, ends in self.ends.items():
             if role not in parts:
@@ -198,8 +198,8 @@ class Form(ABC):
 
     @abstractmethod
     def layout(self, parts: Parts) -> Layout:
-        """The shape of the weight that values of this shape stand for, and by role the shapes that
-        the other tensors must have. Raises ValueError where there are none."""
+        """The weight's shape, by the shape of its values, and the shapes that its other tensors
+        must have, by role. Raises ValueError where there is no such weight."""
 
     def contents(self, parts: Parts, shape: tuple[int, ...]) -> None:  # noqa: B027
         """Raise ValueError for numbers, other than values, that contradict the settings."""
@@ -213,8 +213,8 @@ _CPU = torch.device("cpu")
 
 
 class Weight:
-    """A weight that is computed when it is read, some rows at a time. It is read as an unread slice
-    of safetensors is."""
+    """A weight that is computed when it is read, some rows at a time. It is read like an unread
+    slice of safetensors."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class Weight:
         return [*self._shape]
 
     def __getitem__(self, index: Any) -> Tensor:
-        """The rows of a slice, or (...) all."""
+        """The rows of a slice, or all rows for `...`."""
         first, last, _ = (slice(None) if index is ... else index).indices(self._shape[0])
         step, width = self._form.step, torch.Size(self._shape[1:]).numel()
         size = max(1, _NUMBERS_AT_ONCE // width // step) * step
@@ -270,7 +270,7 @@ def _unusable(numbers: Tensor, role: str, signed: bool) -> int:
     wrong = ~torch.isfinite(wide)
     if role != "zeros":
         wrong |= torch.zeros_like(wrong) if signed else wide < 0
-        if numbers.dtype != torch.float8_e4m3fn:  # there a block of very small ones may have zero
+        if numbers.dtype != torch.float8_e4m3fn:  # there the scale of a tiny block may be 0
             wrong |= wide == 0
     return int(wrong.sum())
 

@@ -1,9 +1,9 @@
 """Weights in 8-bit floating point, scaled by tensor, by row, or by blocks of rows and columns.
 
-DeepSeek-V3's blocks are of 128 x 128 ("weight_scale_inv", which is the factor itself; the last
-block of a weight may be smaller), FBGEMM's scales are by row, Ministral's by tensor. Experts may be
-one weight for all of them. MXFP8 and DeepSeek-V4's experts have exponents of two for blocks of 32
-in a row, the latter with two 4-bit numbers (E2M1) in a byte.
+DeepSeek-V3 has blocks of 128 x 128 with "weight_scale_inv", which is the factor itself; the last
+block of a weight may be smaller. FBGEMM's scales are by row, Ministral's by tensor. One weight may
+hold all experts. MXFP8 and DeepSeek-V4's experts have exponents of two for blocks of 32 in a row.
+DeepSeek-V4's experts have two 4-bit numbers (E2M1) in a byte.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Fp8(Form):
         self.types = {"values": (*values, *four), "scales": scales}
 
     def blocks(self, stored: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The blocks, as their rows and columns, that may have a scale each in a weight of this
-        shape whose values have this type."""
-        if self.method == "fbgemm_fp8":  # of each output, which experts in one weight have last
+        """The blocks (rows, columns) that may have one scale each, in a weight of this shape whose
+        values are `stored` in this type."""
+        if self.method == "fbgemm_fp8":  # by output, the last axis of experts in one weight
             return [(1, shape[-1]), *([(shape[-2], 1)] if len(shape) > 2 else [])]
         if stored in _PACKED or self.block is not None:
             return [_MX if stored in _PACKED else self.block or _MX]
@@ -71,13 +71,13 @@ class Fp8(Form):
 
     def grid(self, parts: Parts) -> tuple[int, int, tuple[int, int, int]]:
         """Rows and columns of a block, and the shape of scales by expert, row and column. Raises
-        ValueError for scales whose shape is that of none of the `blocks`, or of two."""
+        ValueError for scales whose shape fits none of the `blocks`, or two of them."""
         *experts, rows, columns = shape = values_shape(parts["values"])
         blocks = self.blocks(parts["values"].get_dtype(), shape)
         scales, found = _bare(parts["scales"].get_shape()), {}
         for height, width in blocks:
             down, across = -(-rows // height), -(-columns // width)
-            # One number may be of all experts; some have [experts, columns, 1] for columns.
+            # One number may be for all experts; scales by column may be [experts, columns, 1].
             alone = down == across == 1 and not scales
             last = [*experts, columns] if experts and width == 1 else [*experts, down, across]
             if alone or scales in (_bare([*experts, down, across]), _bare(last)):
@@ -93,7 +93,7 @@ class Fp8(Form):
         return height, width, grid
 
     def rows(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
-        """See Form. The product is in float32, as the library's own."""
+        """See Form. The product is in float32, as in the library."""
         values = numbers(parts["values"][first:last], device)
         height, width, grid = self.grid(parts)
         scales = factors(parts["scales"][...], device)
@@ -109,8 +109,8 @@ class Fp8(Form):
 
 
 class ModelOpt(Fp8):
-    """`quant_method` modelopt: FP8, and NVFP4, where one scale of the tensor scales those of the
-    blocks of 16 first."""
+    """`quant_method` modelopt: FP8 and NVFP4. In NVFP4 one scale of the tensor first multiplies the
+    scales of the blocks of 16."""
 
     ends: ClassVar[Ends] = {"values": ("",), "scales": ("_scale",), "global": ("_scale_2",)}
     known: ClassVar[Mapping[str, Sequence[object]]] = {
@@ -161,7 +161,7 @@ def values_shape(values: Any) -> tuple[int, ...]:
 
 
 def numbers(values: Tensor, device: torch.device) -> Tensor:
-    """Values without their scales, in float32; of packed ones the low four bits come first."""
+    """Values without their scales, in float32. In packed values the low four bits come first."""
     values = values.to(device)
     if values.dtype == torch.float8_e4m3fn and device.type == "cpu":
         return _wide(values)
@@ -173,8 +173,8 @@ def numbers(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Numbers of E4M3 in float32, at several times the speed of torch's conversion: the bits of
-    exponent and mantissa are moved to their places, and the bias of the exponent made up for."""
+    """E4M3 numbers in float32, several times faster than torch's conversion: the bits of exponent
+    and mantissa are moved to their places, and a factor corrects the exponent's bias."""
     codes = values.view(torch.int8)
     if len(codes) == 0 or int((codes & 127).max()) == 127:  # NaN, which has no such bits
         return values.to(torch.float32)
@@ -193,7 +193,7 @@ def factors(scales: Tensor, device: torch.device) -> Tensor:
 
 
 def _bare(shape: Sequence[int]) -> list[int]:
-    """A shape without the ones that end it."""
+    """A shape without the axes of size 1 at its end."""
     kept = [*shape]
     while kept and kept[-1] == 1:
         kept.pop()
@@ -201,7 +201,7 @@ def _bare(shape: Sequence[int]) -> list[int]:
 
 
 def _scale(values: Tensor, scales: Tensor, first: int, height: int, width: int) -> None:
-    """Multiply rows of a weight, of which `first` is the first, by the scales of its blocks."""
+    """Multiply the rows of a weight from row `first` on by the scales of their blocks."""
     last, columns = first + len(values), values.shape[1]
     scales = scales[first // height : -(-last // height)]
     if width < columns:

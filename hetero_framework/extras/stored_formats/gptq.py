@@ -1,10 +1,10 @@
 """GPTQ: whole numbers of 2, 3, 4 or 8 bits, with a scale and a zero for each group of inputs.
 
-Packed along the inputs into 32-bit words: qweight [in x bits / 32, out]; qzeros
-[groups, out x bits / 32]; scales [groups, out]. g_idx has the group of each input, which are not in
-a row where the most important ones were quantised first (`desc_act`). A weight is
-scale x (number - zero), in the type of the scales. The format "gptq" stores each zero less one,
-"gptq_v2" as it is.
+Numbers are packed along the inputs into 32-bit words: qweight [in x bits / 32, out]; qzeros
+[groups, out x bits / 32]; scales [groups, out]. g_idx has the group of each input. Groups are not
+in a row where the most important inputs were quantised first (`desc_act`). A weight is
+scale x (number - zero), in the type of the scales. The format "gptq" stores each zero minus one,
+"gptq_v2" the zero itself.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Gptq(Form):
             )
 
     def zeros(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
-        """The zeros of outputs, of which `first` is a multiple of `step`: [groups, outputs]."""
+        """The zeros of outputs from `first` on, a multiple of `step`: [groups, outputs]."""
         how = parts.get("how", self.settings)
         bits, less = int(how["bits"]), _FORMATS[(how.get("checkpoint_format") or "gptq").lower()]
         zeros = parts["zeros"][:, first * bits // 32 : -(-last * bits // 32)].to(device)
@@ -102,7 +102,7 @@ class Gptq(Form):
         return made & (1 << bits) - 1
 
     def numbers(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
-        """Numbers without their zeros: [inputs, outputs]."""
+        """The numbers before zeros are subtracted: [inputs, outputs]."""
         bits = int(parts.get("how", self.settings)["bits"])
         return unpacked(parts["values"][:, first:last].to(device), bits).to(torch.int16)
 
@@ -121,7 +121,7 @@ class Gptq(Form):
 
 
 def _group(how: Mapping[str, Any], inputs: int, groups: int) -> int:
-    """The inputs of a group, of which the last may have fewer. Raises ValueError where that
+    """The number of inputs in a group; the last group may have fewer. Raises ValueError where this
     makes another number of groups."""
     if (size := how.get("group_size")) is None:
         size = _DEFAULT if -(-inputs // _DEFAULT) == groups or inputs % groups else inputs // groups

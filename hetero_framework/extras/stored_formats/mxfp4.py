@@ -1,4 +1,4 @@
-"""gpt-oss' experts: 4-bit floating point (E2M1), an exponent of two for each 32 numbers.
+"""gpt-oss' experts: 4-bit floating point (E2M1), with an exponent of two for each 32 numbers.
 
 A weight of all experts is stored by its output, [E, out, in / 32, 16] bytes, the lower four bits
 first; the model holds it by its input, [E, in, out].

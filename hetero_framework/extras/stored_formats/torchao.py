@@ -1,9 +1,9 @@
 """torchao's weights: int8, float8 and int4, as flattened for safetensors.
 
 A weight `x.weight` is stored as `x._weight_qdata`, `_scale` and perhaps `_zero_point`. Scales and
-zeros have the axes of the weight, each for a block. Those of Int4Tensor, with two numbers of 4 bits
-in a byte, are [groups, out], and its zeros are added to the product. Numbers less their zeros are
-multiplied in the type of the scales, those of 4 bits in float32.
+zeros have the axes of the weight, with one number for each block. Numbers minus their zeros are
+multiplied in the type of the scales. Int4Tensor has two numbers of 4 bits in a byte, and scales and
+zeros [groups, out]. It multiplies in float32 and adds its zeros to the product.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TorchAo(Form):
         return {name: parts for name, parts in every.items() if "" in parts} | self.made
 
     def how(self, module: str) -> dict[str, Any] | None:
-        """See Form. With what `quant_type` has for the module, where it is stated."""
+        """See Form. A stated `quant_type` gives the settings that it has for the module."""
         if (how := super().how(module)) is None or not (stated := how.get("quant_type")):
             return how
         try:
@@ -119,8 +119,8 @@ def _of_module(layers: Mapping[str, Any], module: str) -> Any:
 
 
 def _block(data: Mapping[str, Any]) -> Sequence[int] | None:
-    """The rows and columns that have a scale, by torchao's settings; -1 for all. None where the
-    settings do not say it."""
+    """The rows and columns of a block with one scale, by torchao's settings; -1 stands for all.
+    None where the settings do not say it."""
     grain = data.get("weight_granularity") or data.get("granularity") or {}
     grain = grain[-1] if isinstance(grain, list) else grain  # of inputs, then of weights
     more = grain.get("_data") or {}

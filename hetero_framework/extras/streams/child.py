@@ -42,7 +42,7 @@ _ROWS, _TOKENS = 64, 2**18  # of a frame
 
 
 class Job(TypedDict):
-    """`state` is where to begin (`batches`), `shards` are the files as they were at first."""
+    """The process's task. It begins at `state` (see `batches`); `shards` are the first files."""
 
     config: dict[str, Any]
     base_dir: str
@@ -53,10 +53,10 @@ class Job(TypedDict):
 
 
 class _Tokeniser:
-    """Makes examples of rows, those of each source as its settings say."""
+    """Makes examples of rows, by the settings of each row's source."""
 
     def __init__(self, config: Config, vocab_size: int | None, first: Sequence[Row]) -> None:
-        """`first` is a row of each source, which tells its format."""
+        """`first` has one row of each source, which tells the source's format."""
         assert config.data is not None
         tokenizer = load_tokenizer(config)
         self.counts: Counter[str] = Counter()
@@ -110,7 +110,7 @@ class _Tokeniser:
 
 
 def _frames(job: Job) -> Iterator[dict[str, Any]]:
-    """Raises DataError, also for an epoch without an example to learn from."""
+    """The frames of a job. Raises DataError, also for an epoch with no example to learn from."""
     for file in job["imports"]:
         control.import_file(Path(file))
     config = Config.from_dict(job["config"], job["base_dir"])

@@ -1,7 +1,7 @@
 """Rows of a stream, one after another, from any place on.
 
-A place is a small state of JSON types: a resume reads nothing from its beginning but the shard that
-it stopped in. One pass over the data is an epoch, whose shards and blocks have orders of their own.
+A place is a small state of JSON types. A resume reads only one shard from its beginning again: the
+one that it stopped in. One pass over the data is an epoch, with its own order of shards and blocks.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Facts = dict[str, list[Any]]
 Row = tuple[int, Record]
 """The number of the source, and the row."""
 Place = Callable[[], Any]
-"""The state behind a row, to be asked for before the next row is."""
+"""Returns the state after a row; to be called before the next row is read."""
 Rows = Iterator[tuple[Row, Place]]
 Reader = Callable[[int, Any], Rows]
 """The rows of an epoch from a state on, None for the beginning."""
 
 
 def permutation(count: int, seed: int | None, *more: int) -> np.ndarray:
-    """That of a seed and of a place; in order without a seed."""
+    """A permutation by a seed and a place (`more`); the order itself without a seed."""
     if seed is None:
         return np.arange(count)
     return np.random.default_rng([seed, *more]).permutation(count)
@@ -60,7 +60,7 @@ def _stat(file: Source) -> list[int]:
 
 
 def _digest(path: Path, size: int) -> str:
-    """Of evenly spaced pieces of a file, which may be too large to be read at every start."""
+    """A digest of evenly spaced pieces of a file, which may be too large to read at each start."""
     digest = hashlib.sha256()
     count, length = _SAMPLED
     try:
@@ -96,7 +96,7 @@ def compare(known: Facts, now: Facts) -> None:
 def _shards(
     number: int, files: Sequence[Source], facts: Facts, names: Any, seed: int | None
 ) -> Reader:
-    """The rows of files, which come in an order of the epoch; `names` are those of classes."""
+    """The rows of files, in the epoch's order of files. `names` are the names of classes."""
 
     def check(file: Source) -> None:
         if _stat(file) != facts[file.name][:2]:
@@ -121,8 +121,8 @@ def _shards(
 
 
 def _table(number: int, name: str, base: Any, seed: int | None) -> Reader:
-    """The rows of a dataset that `datasets` streams. Its `state_dict` right after `load_state_dict`
-    is that of the beginning, so it is asked only once a row has been read."""
+    """The rows of a dataset that `datasets` streams. Right after `load_state_dict` its `state_dict`
+    is the beginning's, so it is asked for only once a row has been read."""
     convert = row_converter(base.features.arrow_schema if base.features else None)
 
     def read(epoch: int, state: Any) -> Rows:
@@ -146,7 +146,7 @@ def _table(number: int, name: str, base: Any, seed: int | None) -> Reader:
 
 
 def _chain(readers: Sequence[Reader], most: int | None = None) -> Reader:
-    """One after another, and at most the first rows."""
+    """The rows of one reader after another, at most the first `most` rows."""
 
     def read(epoch: int, state: Any) -> Rows:
         begun, taken, inner = state or (0, 0, None)
@@ -166,8 +166,8 @@ def _behind(at: int, taken: int, place: Place) -> Any:
 
 
 def _mix(readers: Sequence[Reader], weights: list[float], until: str, seed: int) -> Reader:
-    """By turns, or drawn by weights: in the order of `datasets.interleave_datasets`, as long as its
-    stopping_strategy says. One row of each reader is known beforehand, and so is its end."""
+    """The rows of readers by turns, or drawn by weights: in the order, and up to the end, of
+    `datasets.interleave_datasets`. One row of each reader is read ahead, so its end is known."""
     total = math.fsum(weights)
     shares = weights if total == 1 else [weight / total for weight in weights]
     again = until != "all_exhausted_without_replacement"
@@ -203,7 +203,7 @@ def _mix(readers: Sequence[Reader], weights: list[float], until: str, seed: int)
 
 
 def order_seed(config: Config) -> int | None:
-    """Of the order of shards and rows; None where they stay in order."""
+    """The seed of the order of shards and rows; None where they stay in order."""
     training = config.training
     if training.train_sampling_strategy == "sequential":
         return None
@@ -254,9 +254,9 @@ def mixed(config: Config, readers: list[Reader]) -> Reader:
 def batches(
     reader: Reader, seed: int | None, count: int, state: Any
 ) -> Iterator[tuple[Any, list[Row]]]:
-    """At most `count` rows, over and over the data, and the state before them: epoch, number of the
-    block, place in it, and the reader's state where it begins. The rows of a block are shuffled
-    together. An empty batch ends an epoch."""
+    """Batches of at most `count` rows, epoch after epoch, each with the state before it: epoch,
+    number of the block, place in the block, and the reader's state where the block begins. The rows
+    of a block are shuffled together. An empty batch ends an epoch."""
     epoch, number, place, begin = state or (0, 0, 0, None)
     while True:
         rows = reader(epoch, begin)

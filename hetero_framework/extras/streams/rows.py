@@ -1,9 +1,9 @@
 """A stream as training data: examples by their numbers, as far as a run has come.
 
-They come from a process of its own (`child`), ahead of the step by a bounded number. An example
-is a function of its number: one that was taken before is kept, or read again from the nearest place
-that is known. So steps that are repeated, runs that go back and islands, which deal the numbers,
-need nothing more. A checkpoint has the places.
+Examples come from a process of its own (`child`), ahead of the step by a bounded number. An example
+is a function of its number: an earlier example is kept, or read again from the nearest known place.
+So steps that are repeated, runs that go back and islands, which deal the numbers, need nothing
+more. A checkpoint has the known places.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class EndlessOrder(SampleOrder):
         return self.total_steps * self.training.gradient_accumulation_steps
 
     def step_indices(self, step: int) -> list[np.ndarray]:
-        """Behind the last step stands one of samples as long as any may be."""
+        """The step after the last one has samples as long as any may be, with number -1."""
         if not 0 <= step <= self.total_steps:
             raise IndexError(f"step {step} is not one of {self.total_steps}")
         count = self.samples_per_step
@@ -88,7 +88,7 @@ class EndlessOrder(SampleOrder):
 
 
 class Frame(NamedTuple):
-    """Examples from number `first` on; `ends` are those of their tokens."""
+    """Examples from number `first` on. `ends` are the bounds of their tokens."""
 
     first: int
     ends: np.ndarray
@@ -104,8 +104,8 @@ class StreamRows(StreamedRows):
         self.tokens = count * longest  # at most
         self._job = job
         self._places: list[tuple[int, Any]] = [(0, None)]
-        """Numbers of examples with the state of the stream there, in order, from the first one on.
-        Each change makes a new list."""
+        """The known places in order, from the first example on: an example's number, and the
+        stream's state there. Each change makes a new list."""
         self._child: _ReadingProcess | None = None
         self._frames: deque[Frame] = deque()
         self._next = 0
@@ -134,11 +134,11 @@ class StreamRows(StreamedRows):
         return str(self.told(index, "where"))
 
     def parts(self, index: int) -> list[tuple[int, int]]:
-        """An example, and its tokens."""
+        """An example, and the number of its tokens."""
         return [(index, len(self[index][0]))]
 
     def begin(self) -> list[str]:
-        """Have the first examples made, and return lines for the user."""
+        """Make the first examples, and return lines for the user."""
         lines: list[str] = []
         try:
             self.frame(0, lines)
@@ -167,8 +167,8 @@ class StreamRows(StreamedRows):
         self._child = None
 
     def frame(self, index: int, lines: list[str] | None = None) -> Frame:
-        """The frame with an example. The process begins anew where it has gone past that, and where
-        a later place is known."""
+        """The frame with an example. The process begins anew where it has gone past that example,
+        or where a place closer before it is known."""
         first, state = self._places[bisect_right(self._places, index, key=lambda p: p[0]) - 1]
         kept_from = self._frames[0].first if self._frames else self._next
         if self._child is None or index < kept_from or first > self._next:
@@ -193,7 +193,7 @@ class StreamRows(StreamedRows):
         self._counts = found["counts"]
         if self._next > self._places[-1][0]:
             places = [*self._places, (self._next, json.loads(found["state"]))]
-            half = _PLACES // 2  # far back they lie less close together
+            half = _PLACES // 2  # far back, places lie less close together
             self._places = places if len(places) < _PLACES else places[:half:2] + places[half:]
         ends = np.concatenate([[0], np.frombuffer(found["lengths"], np.int64).cumsum()])
         if len(ends) > 1:
@@ -215,7 +215,7 @@ class _Sources:
 
 
 class _ReadingProcess:
-    """The process, and the thread that takes its frames."""
+    """The process that reads, and the thread that takes its frames."""
 
     def __init__(self, job: Job) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -232,14 +232,14 @@ class _ReadingProcess:
             self._process.stdin.flush()
 
     def next(self) -> dict[str, Any]:
-        """Its next frame. Raises DataError in its words, also where it has ended or is silent."""
+        """The process's next frame. Raises DataError for its errors, its end and its silence."""
         worked_s, frame = 0.0, None
         while True:
             with suppress(Empty):
                 frame = self._frames.get(timeout=_PATIENCE_S)
                 break
             before, worked_s = worked_s, sum(psutil.Process(self._process.pid).cpu_times()[:2])
-            if worked_s <= before:  # where it works, it may look for its place in a large shard
+            if worked_s <= before:  # while it works, it may look for its place in a large shard
                 text = f"data.train: the stream gave nothing for {2 * _PATIENCE_S:g} s"
                 raise DataError(text, hint="look at the disk or the network that it is on")
         self._room.release()
@@ -275,8 +275,8 @@ def stream(
     vocab_size: int | None,
     report: list[str],
 ) -> tuple[StreamRows, EndlessOrder, Any]:
-    """The stream that data.train is, whose process has begun to read, and the mixture of several
-    sources. Raises DataError."""
+    """The stream of data.train, whose process has begun to read, its order, and the mixture where
+    it has several sources. Raises DataError."""
     data, training = config.data, config.training
     assert data is not None
     assert data.max_length is not None

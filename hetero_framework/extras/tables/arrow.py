@@ -1,4 +1,4 @@
-"""Arrow's files and streams, which `datasets` writes, and Feather's, which are such files."""
+"""Reads Arrow's files and streams, which `datasets` writes, and Feather files, a kind of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 _FILE, _OLD = b"ARROW1", b"FEA1"
 _MOST_BYTES, _MOST_TIMES = 2**28, 16
-"""Of a part that is decompressed at once: bytes, or times those that it takes in the file."""
+"""The most that a part may decompress to: bytes, or times the part's bytes in the file."""
 
 
 def records(path: Path) -> Iterator[Record]:
-    """The rows, a batch at a time. Raises DataError for a damaged file, with the last row."""
+    """The rows, read by batches. Raises DataError, with the last row, for a damaged file."""
     import pyarrow
 
     def batches(schema: list[pyarrow.Schema]) -> Iterator[pyarrow.RecordBatch]:
@@ -40,15 +40,15 @@ def records(path: Path) -> Iterator[Record]:
 
 
 def _check_sizes(path: Path, file: Any) -> None:
-    """Raise DataError for a part that decompresses to much more than it takes in the file. The
-    messages of a file follow its first 8 bytes as those of a stream do."""
+    """Raise DataError for a part that decompresses to much more than it takes in the file. A file
+    has the messages of a stream after its first 8 bytes."""
     import pyarrow
 
     if file.read(len(_FILE)) == _FILE:
         file.seek(8)
     else:
         file.seek(0)
-    # What is damaged or cut short is reported with the last row before it.
+    # A damaged or short file is reported later, with the last row before the damage.
     with suppress(pyarrow.ArrowException, OSError, struct.error, IndexError):
         for message in pyarrow.ipc.MessageReader.open_stream(file):
             if message.type not in ("record batch", "dictionary") or not message.body:

@@ -57,8 +57,8 @@ tabs = partial(_records, separator="\t")
 
 
 def _rows(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """The cells of each row that has some, and its first line. Raises DataError for a row that is
-    not closed or longer than a line may be."""
+    """The number of the first line and the cells of each row that has cells. Raises DataError for a
+    row that is not closed or longer than a line may be."""
     begun = taken = 0
     hint = 'a cell of it begins with a " that is not closed, or the file is no table'
 
@@ -82,8 +82,8 @@ def _rows(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _header(where: str, row: list[str], separator: str) -> list[str]:
-    """The names of columns; one without a name at the start is the index of pandas, which reads it
-    under this name. Raises DataError for a line that is no header."""
+    """The names of columns. A column without a name at the start is pandas' index, and gets the
+    name under which pandas reads it. Raises DataError for a line that is no header."""
     used = _SEPARATORS[separator]
     for other, name in _SEPARATORS.items():
         if len(row) == 1 and other != separator and other in row[0]:
@@ -113,8 +113,8 @@ def _header(where: str, row: list[str], separator: str) -> list[str]:
 def _type(
     path: Path, separator: str, name: str, at: int, or_names: bool
 ) -> Callable[[str], bool | float | str | None]:
-    """What makes values of the cells of a column. Raises DataError for the first cell that is of
-    another kind than the others."""
+    """The function that makes a value of a column's cell. Raises DataError for the first cell that
+    is of another kind than the others."""
     first: dict[str, tuple[str, str]] = {}
     for line, row in islice(_rows(path, separator), 1, None):
         if at < len(row):
