@@ -151,8 +151,7 @@ def modules_of(name: str) -> str:
 
 def bundles(config: ChainConfig) -> tuple[BundleForms, ...]:
     """The forms of all children's inputs in order, and of the last child's output. Raises
-    ArchitectureError for a child that does not run, or whose output cannot go to another machine.
-    """
+    ArchitectureError for a child that does not run, or whose output cannot go elsewhere."""
     key = config.to_json_string()
     if key not in _known:
         talk = logging.getLogger("torch._subclasses.fake_tensor")  # a traceback for each refusal

@@ -90,8 +90,7 @@ def load_streamed(
 
 class HostLayer:
     """The frozen tensors of `block`, the model's `index`th, in host memory or in files. `place_in`
-    makes them views of a slot. Raises ConfigError where a file has another tensor than the block.
-    """
+    makes them views of a slot. Raises ConfigError where a file has another tensor."""
 
     def __init__(
         self, device: Device, block: nn.Module, index: int = 0, stored: Stored | None = None

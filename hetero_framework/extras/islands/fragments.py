@@ -27,8 +27,7 @@ class Synchronisation:
 def cut(sizes: Mapping[str, int], count: int) -> tuple[tuple[str, ...], ...]:
     """The names of each of `count` fragments. `sizes` has the bytes of each trained parameter, in
     the order of the whole model. Fragments are as even as possible without cutting a layer or a
-    tensor outside the layers. Raises ConfigError for more fragments than layers and such tensors.
-    """
+    tensor outside the layers. Raises ConfigError where there are too few of these."""
     groups: dict[str, list[str]] = {}
     for name in sizes:
         groups.setdefault(layer_group(name), []).append(name)

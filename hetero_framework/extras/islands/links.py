@@ -122,8 +122,7 @@ class IslandSession:
         last: bool = True,
         to: Iterable[str] | None = None,
     ) -> None:
-        """Send tensors and fields to the other members, or only `to` some. The tensors must not
-        change any more."""
+        """Send this to all others, or only `to` some. The tensors must not change any more."""
         self.check()
         for message in _messages(number, kind, tensors, info, last):
             for name in self.others if to is None else to:

@@ -1,4 +1,4 @@
-"""Continuing a text by a cut model, compared with the whole one on a tiny copy."""
+"""Compares how a cut model and the whole model continue a text, on a tiny copy."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _NEW_TOKENS = 7
 
 @dataclass(frozen=True)
 class Continuing:
-    """Whether a model decodes with a cache in each stage; `reason` says why not, `impossible` that
-    it cannot without one either."""
+    """Whether a model decodes with a cache in each stage. `reason` says why not, `impossible` that
+    it cannot decode without a cache either."""
 
     cached: bool
     reason: str = ""
@@ -57,8 +57,8 @@ def admit_decoding(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Co
 
 
 def try_decoding(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Continuing:
-    """Continue a text by a tiny copy: the whole one without a cache, and shards with and without
-    caches, which must give the same logits."""
+    """Continue a text by a tiny copy: in one piece without a cache, and by shards with caches, or
+    else without. The shards must give the same logits."""
     reasons = []
     try:
         tiny = deterministic(shrink(config))

@@ -1,8 +1,8 @@
-"""Continuing a text on a shard: its cache of earlier tokens, and the choice of the next one.
+"""Continuing a text on a shard: its cache of earlier tokens, and the choice of the next token.
 
-The model's own code keeps keys, values and states in the library's cache, and asks it how many
-tokens came before, to place new ones and to mask them. A shard's cache has the layers of the whole
-model for that; those of other shards only count.
+The model's own code keeps keys, values and states in the library's cache. It asks the cache how
+many tokens came before, to place and mask new tokens. So a shard's cache has the layers of the
+whole model; the layers of other shards only count.
 
 Shapes: S tokens, V vocabulary.
 """
@@ -42,7 +42,7 @@ class ShardCache:
                 layers[index] = self._counting.setdefault(kind, layer)
 
     def advance(self, positions_1S: Tensor) -> None:
-        """Have the layers of other shards count tokens that this shard has seen."""
+        """Make the layers of other shards count the tokens that this shard has seen."""
         nothing = torch.zeros(1, 1, positions_1S.shape[1], 1, device=positions_1S.device)
         for layer in self._counting.values():
             if hasattr(layer, "get_seq_length"):
@@ -82,8 +82,8 @@ def _numbers(tensor: Tensor) -> list[int]:
 
 
 def next_token(logits_V: Tensor, decoding: Decoding, text: int, position: int) -> Tensor:
-    """The token at `position` of text number `text`, [1] int64: a function of these and the seed
-    alone, whatever is decoded beside it and wherever."""
+    """The token at `position` of text number `text`, [1] int64. The draw depends on these and the
+    seed alone, and not on the texts beside it or the place."""
     if decoding.temperature == 0:
         return logits_V.argmax(dim=-1, keepdim=True)
     choose = LogitsProcessorList([TemperatureLogitsWarper(decoding.temperature)])

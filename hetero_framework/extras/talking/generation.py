@@ -28,8 +28,8 @@ TakeToken = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Choice:
-    """How many tokens are put behind a prompt at most, and how each is chosen: the likeliest one
-    (`temperature` 0), or drawn from the likeliest ones with the probability `top_p` together."""
+    """The most tokens that follow a prompt, and how each is chosen: the likeliest token
+    (`temperature` 0), or a draw from the likeliest tokens, which have the probability `top_p`."""
 
     max_new_tokens: int = 512
     temperature: float = 0.0
@@ -43,7 +43,7 @@ class Choice:
 
 
 class Generator:
-    """Puts texts behind prompts."""
+    """Continues prompts."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Generator:
         generation: GenerationConfig | None,
         most_tokens: int | None = None,
     ) -> None:
-        """A text has `most_tokens` at most. Raises ArchitectureError for a model that cannot."""
+        """A text has at most `most_tokens`. Raises ArchitectureError if the model cannot."""
         self._config, self._model_config, self._tokenizer = config, model_config, tokenizer
         limits = [most_tokens, max_positions(model_config)]
         self.max_positions = min((limit for limit in limits if limit is not None), default=None)
@@ -80,9 +80,9 @@ class Generator:
         take_token: TakeToken = lambda prompt, token: None,
         restore: Callable[[], None] | None = None,
     ) -> list[Sample]:
-        """The sample of each prompt, between two steps. `take_token` is called with the number of a
-        prompt and its next token, once for each. `restore` gives stages that a lost worker has
-        loaded again their state; without it such a loss is raised."""
+        """The sample of each prompt, between two steps. `take_token` is called once for each token,
+        with the number of its prompt. `restore` restores the state of stages that are loaded again
+        after a worker was lost; without it such a loss is raised."""
         told = [0] * len(prompts)
         num_stages = len(self._config.shard_plan)
 
@@ -167,15 +167,15 @@ class Sampler:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text."""
+        """The number of tokens of the longest text."""
         return max(len(prompt.ids) for prompt in self._prompts) + self._choice.max_new_tokens
 
     def _generator(self, config: Config) -> Generator:
         return Generator(config, *self._about)
 
     def run(self, cluster: Cluster, config: Config, step: int) -> list[Sample]:
-        """Samples after `step`, under the plan of `config`; none any more after a failure, which is
-        said: samples never cost the run."""
+        """Samples after `step`, under the plan of `config`. A failure is logged and ends sampling,
+        so that samples never cost the run."""
         if self._is_over:
             return []
         try:
@@ -190,7 +190,7 @@ class Sampler:
 
 
 def max_positions(model_config: PretrainedConfig) -> int | None:
-    """The tokens of the longest text that the model was made for, where its settings say so."""
+    """The length of the longest text that the model was made for, in tokens, if it states it."""
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
 

@@ -41,13 +41,13 @@ class PromptReader:
         self._tokenizer, self._chat = tokenizer, chat
         self._field = data.dataset_text_field if data is not None else "text"
         template = data.chat_template_kwargs if data is not None else None
-        # The loss, of which options of the data speak, has no part here.
+        # Options of the data that are about the loss have no part here.
         options = DataConfig(train="-", chat_template_kwargs=template)
         self._formatter = Formatter("messages", tokenizer, options)
 
     def read(self, given: Given, base_dir: Path, setting: str) -> list[Prompt]:
-        """The prompts of a file (its lines or records), or those of a list. Raises DataError for
-        one that is none."""
+        """The prompts of a file (its lines or records), or of a list. Raises DataError for an entry
+        that is no prompt."""
         if isinstance(given, str):
             try:
                 sources = find_sources(given, base_dir)
@@ -93,7 +93,7 @@ class PromptReader:
         return self._conversation(Record("the conversation", {"prompt": [*messages]}), "prompt")
 
     def _conversation(self, record: Record, name: str) -> Prompt:
-        """Without the answers at the end, where a record has them."""
+        """The prompt of a conversation, without the answers at its end."""
         reader = self._formatter.reader
         chat = reader.with_system(reader.read(record, name), record)
         messages = list(chat.messages)
@@ -114,7 +114,7 @@ class PromptReader:
 
 
 def _refuse_lost(record: Record, *used: str) -> None:
-    """Raise DataError for a field with a part of the prompt that is not used."""
+    """Raise DataError for a field with a part of the prompt that would not be used."""
     check_media(record.fields, record.where)
     for name, is_repeated in parts(record, used):
         if not is_repeated:

@@ -14,7 +14,7 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class SamplesFile(Observer):
-    """Writes the file."""
+    """Writes samples.jsonl."""
 
     def __init__(self, run: Watched) -> None:
         self._lines = StepLines(run.placed.prepared.config.output_dir / SAMPLES_FILE)

@@ -17,7 +17,7 @@ _DRAWS = ReadIf("sample_prompts and sample_temperature")
 
 
 class SampleSettings(TrainingConfig):
-    """The training section with what the model continues while it trains."""
+    """The training section with the settings of samples."""
 
     sample_prompts: Annotated[str | tuple[str | tuple[dict[str, Any], ...], ...] | None, FREE] = (
         None
@@ -28,9 +28,9 @@ class SampleSettings(TrainingConfig):
     sample_steps: Annotated[Steps, FREE, _SAMPLES] = 100
     """Steps from one sampling to the next; the last step is sampled too."""
     sample_max_new_tokens: Annotated[Tokens, FREE, _SAMPLES] = 64
-    """Tokens of a sample, at most."""
+    """The most tokens of a sample."""
     sample_temperature: Annotated[float, FREE, _SAMPLES] = Field(default=0.0, ge=0)
-    """0: always the likeliest token. Else tokens are drawn, the freer the higher it is."""
+    """0: always the likeliest token. Above 0 tokens are drawn, more freely at higher values."""
     sample_top_p: Annotated[float, FREE, _DRAWS] = Field(default=1.0, gt=0, le=1)
     """Draw from the likeliest tokens that have this probability together."""
 

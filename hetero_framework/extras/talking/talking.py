@@ -36,10 +36,10 @@ _MOST_TOKENS = 1 << 15  # of one text; they cross a boundary at once
 
 
 class Talk:
-    """The model of a configuration, that continues prompts while it is `loaded`. Raises the
+    """The model of a configuration, which continues prompts while it is `loaded`. Raises the
     UserError that fits a problem, before any process is started.
 
-    `reader` makes prompts for it, and `is_chat` tells whether it is talked to.
+    `reader` makes prompts for the model, and `is_chat` tells whether it is talked to.
     """
 
     def __init__(self, config: Config) -> None:
@@ -68,7 +68,7 @@ class Talk:
     def loaded(
         self, access: Access, session: SessionKind, *, debug: bool = False
     ) -> Iterator[Cluster]:
-        """Within, the processes of the plan hold the model."""
+        """Within the block the processes of the plan hold the model."""
         config, model = self._config, self._model_config
         tokens = self._generator.max_positions or _MOST_TOKENS
         boundary = largest_boundary(config, model, tokens, rows=1)
@@ -114,7 +114,7 @@ class Talk:
         choice: Choice,
         take_token: TakeToken = lambda prompt, token: None,
     ) -> list[Sample]:
-        """As `Generator.run`."""
+        """See `Generator.run`."""
 
         def restore() -> None:
             cluster.retrying(self._restore)
@@ -123,9 +123,9 @@ class Talk:
 
 
 def with_result(config: Config, result: Path | None, *, base: bool, local: bool) -> Config:
-    """The configuration that loads a run's result: the one that it wrote, or an adapter or model in
-    `result`; `base` leaves it out. With `local` this machine holds all layers. Raises UserError
-    where there is none."""
+    """The configuration that loads a run's result: the result that it wrote, or the adapter or
+    model in `result`. `base` leaves the result out. With `local` this machine holds all layers.
+    Raises UserError where there is no result."""
     raw = config.to_dict()
     assert config.model is not None
     if config.model.task != "causal-lm":

@@ -1,9 +1,9 @@
 """Texts that are continued through the pipeline, several at a time. Pure bookkeeping.
 
-A micro-batch of such a pass is one text: all of it at first, then its newest token, or, where the
-model has no cache, all of it again. The next one of a text can begin when its token has come, so
-stages are kept busy by other texts. Each text stands alone in its micro-batch: no padding, and
-nothing of its neighbours, changes its tokens.
+A micro-batch of such a pass holds one text: all of it at first, then its newest token, or, where
+the model has no cache, all of it again. A text's next micro-batch can begin when its token has
+come, so other texts keep the stages busy. Each text is alone in its micro-batch: neither padding
+nor other texts change its tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Text:
 
 
 class TextGeneration:
-    """The continuation of some prompts. `micro_batches` is the most that it takes."""
+    """The continuation of some prompts, in at most `micro_batches` micro-batches."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class TextGeneration:
         return not (self._waiting or self._ready or self._under_way)
 
     def next(self) -> Tensors | None:
-        """The tensors of the next micro-batch; None while none can begin."""
+        """The tensors of the next micro-batch; None while no micro-batch can begin."""
         if not self._ready and self._waiting and self._free:
             number, ids = self._waiting.popleft()
             self._ready.append(_Text(number, self._free.popleft(), ids))
@@ -94,7 +94,7 @@ class TextGeneration:
         }
 
     def take(self, outcome: Outcome) -> None:
-        """The outcome of the oldest micro-batch that is under way."""
+        """Take the outcome of the oldest micro-batch that is under way."""
         token = outcome.named.get(TOKEN)
         if token is None or token.numel() != 1 or token.dtype != torch.int64:
             raise ProtocolError("the last stage gave no token for a text that it was to continue")

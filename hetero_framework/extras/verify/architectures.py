@@ -29,9 +29,9 @@ def verify_all(
     tried: Callable[[Verified], str] = lambda result: "",
 ) -> list[Verified]:
     """Compare every causal-LM architecture of the installed transformers, its multimodal classes
-    by name, and its classifiers; one without a working tiny configuration counts as refused.
-    `model_types` limits the architectures. `progress` is called after each. `tried` says of those
-    that pass what training through real workers does (processes.py)."""
+    by name, and its classifiers. An architecture without a working tiny configuration counts as
+    refused. `model_types` limits the architectures. `progress` is called after each architecture.
+    If it passes, `tried` says what training through real workers does (processes.py)."""
     results, wanted = [], None if model_types is None else list(model_types)
     tasks = (*_OF_TEXT, "image-classification")
     classes = [(name, task) for task in tasks for name in architecture_names(task)]
@@ -130,8 +130,8 @@ def _subject(result: Verified) -> str:
 
 
 def _by_objective(results: Sequence[Verified]) -> list[str]:
-    """A table of the architectures that have a classifier, those with the same outcomes in one row;
-    before it how many pass as each."""
+    """How many architectures pass with each classifier, and then a table of them, with one row for
+    all architectures of the same outcomes."""
     tasks, lines = _OF_TEXT, list[str]()
     verdicts: dict[str, dict[Task, Verdict]] = {}
     for result in results:

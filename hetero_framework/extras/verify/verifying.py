@@ -30,16 +30,16 @@ from hetero_framework.repository import resolve_model_path
 if TYPE_CHECKING:
     from hetero_framework.extras.padding_free.packing import Packing
 
-# float32 weight, gradient and AdamW's two states.
+# For each number: float32 weight, gradient and AdamW's two states.
 _TRAINING_BYTES = 16
 EQUAL = "equal"
 
 
 @dataclass(frozen=True)
 class Verified(Comparison):
-    """A comparison, `crossing`, which crosses beside the hidden state, if anything does, and
-    `towers`, which text does not use. `processes` is EQUAL where training through real workers gave
-    what one process did, else the difference; empty where that was not tried."""
+    """A comparison. `crossing` says what crosses beside the hidden state, if anything does.
+    `towers` are the modules that text does not use. `processes` is EQUAL where real workers trained
+    as one process does, else the difference; empty where that was not tried."""
 
     packing: Packing | None = None
     crossing: str = ""
@@ -69,12 +69,12 @@ def verify_model(
     task: Task = "causal-lm",
     cuts: Sequence[int] | None = None,
 ) -> Verified:
-    """Compare the configured model (a tiny copy of it where its weights do not fit this machine
-    several times), of the class that its objective trains, or a tiny one of an architecture and of
-    its class for a task, with its cut self.
+    """Compare a model with its cut self. It is the configured model, of the class that its
+    objective trains (a tiny copy where its weights do not fit this machine several times), or a
+    tiny model of an architecture's class for a task.
 
-    It is refused also where `data.padding_free` is asked for and not possible. The cut is `cuts`,
-    else the configuration's plan, else two cuts over the layers.
+    A model is also refused where `data.padding_free` is asked for and not possible. The cut is
+    `cuts`, else the configuration's plan, else two cuts over the layers.
     """
     checkpoint = None
     if config is not None and config.model is not None:

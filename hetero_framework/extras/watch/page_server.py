@@ -1,12 +1,12 @@
-"""The server of a page, on the loopback for whoever has its token, and the news that it sends.
+"""Serves a page on the loopback, to clients that have its token, and sends it news.
 
-The token is in the address's fragment, which browsers send to nobody; the page sends it in a
-header, as other sites cannot. A name that was pointed at the loopback does not get in (Host), nor
-another site (Origin). A connection serves one request; the oldest one without the token gives way
-to others, and a viewer that does not read is given up. The run waits for none of them.
+The token is in the address's fragment, which browsers send to nobody. The page sends it in a
+header, which other sites cannot. Requests by a foreign name of the loopback (Host) or from another
+site (Origin) are refused. A connection serves one request. The oldest connection that is no
+viewer's gives way to others, and a viewer that does not read is given up. The run never waits.
 
-The news of all runs come in one stream, since browsers open no more than six connections: lines of
-a run's number and JSON.
+The news of all runs come in one stream, since browsers open no more than six connections. Each line
+has a run's number and JSON.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _HEADERS = {
 
 
 class WatchedRun(Protocol):
-    """A run that a page shows. `news` are lines of JSON, or nothing, a few times a second, and the
-    last ones after `closing`; where they end before, they are asked for again. `act` does one of
+    """A run that a page shows. `news` gives lines of JSON, or nothing, a few times a second, and
+    the last lines after `closing`. If it ends before that, it is called again. `act` does one of
     ACTIONS, or returns the reason why it cannot."""
 
     name: str
@@ -59,7 +59,7 @@ class WatchedRun(Protocol):
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves these runs while it is a context."""
+    """Serves the page of these runs within its `with` block."""
 
     daemon_threads = True
 
@@ -77,7 +77,7 @@ class PageServer(ThreadingHTTPServer):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Pages get the last news, if they take them within a second."""
+        """End the server. Pages get the last news, if they take it within a second."""
         self.closing.set()
         self.shutdown()
         self._thread.join()
@@ -105,13 +105,13 @@ class PageServer(ThreadingHTTPServer):
             self._left.notify_all()
 
     def admits(self, connection: Any) -> bool:
-        """Whether there is room for one more viewer, which this one becomes."""
+        """Whether there is room for one more viewer. If so, this connection becomes a viewer."""
         with self._left:
             self._open[connection] = sum(self._open.values()) < _MOST
             return self._open[connection]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks is nobody's business."""
+        """Connections that break are not reported."""
 
 
 class _Request(BaseHTTPRequestHandler):
@@ -145,7 +145,7 @@ class _Request(BaseHTTPRequestHandler):
                 teller.join()
 
     def _tell(self, turn: threading.Lock, number: int, run: WatchedRun) -> None:
-        """Send the news of a run, and when they end before the page does, all of them again."""
+        """Send the news of a run. If they end before the page does, send all of them again."""
         closing, head, anew = self.server.closing, b"%d " % number, b""
         told_at = time.monotonic()
         try:
@@ -156,7 +156,7 @@ class _Request(BaseHTTPRequestHandler):
                         anew = b""
                     if lines or time.monotonic() - told_at > _SILENCE_S / 2:
                         with turn:
-                            self.wfile.write(lines + b"\n")  # or an empty line: it may be gone
+                            self.wfile.write(lines + b"\n")  # empty lines find viewers gone
                         told_at = time.monotonic()
                 if closing.wait(_AGAIN_S):
                     return
@@ -176,7 +176,8 @@ class _Request(BaseHTTPRequestHandler):
             self._say(HTTPStatus.CONFLICT if why else HTTPStatus.OK, (why or "").encode())
 
     def _refusal(self) -> HTTPStatus | None:
-        """The answer to one for another host, and but for the empty page to a foreign one."""
+        """The status for a request that is refused: for another host, or, except for the page's own
+        files, from another site or without the token. None for other requests."""
         hosts, origin = self.headers.get_all("Host", []), self.headers.get("Origin")
         site = self.headers.get("Sec-Fetch-Site", "none")
         given = self.headers.get("Authorization", "").encode("utf-8", "replace")
@@ -209,7 +210,7 @@ class _Request(BaseHTTPRequestHandler):
 
 
 def news_of(folder: Path, values: Mapping[str, Any], closing: threading.Event) -> Iterator[bytes]:
-    """The news of an `output_dir`, all the time; after `closing` the last ones."""
+    """The news of an `output_dir`, without end; after `closing` only the last news."""
     places, told, is_last = dict[str, tuple[int, int]](), dict[str, Any](), False
     while True:
         now = dict(values)
@@ -222,8 +223,8 @@ def news_of(folder: Path, values: Mapping[str, Any], closing: threading.Event) -
 
 
 def _written(folder: Path, places: dict[str, tuple[int, int]]) -> Iterator[bytes]:
-    """What was added to the files since the last call; `places` has each one's inode, and how far
-    it was read. After one was replaced, as by a run that goes back to a step, all of them."""
+    """The lines added to the files since the last call. `places` has each file's inode, and how far
+    it was read. All lines again if a file was replaced, as by a run that goes back to a step."""
     for name in _RECORDS:
         try:
             with open(folder / name, "rb", opener=not_through_links) as file:
@@ -243,8 +244,8 @@ def _written(folder: Path, places: dict[str, tuple[int, int]]) -> Iterator[bytes
 
 
 def _lines(file: BinaryIO, place: int, size: int) -> tuple[list[bytes], int]:
-    """The whole lines from a place on, and where the last one ends; before the last _MOST_BYTES
-    some that are about equally far from each other."""
+    """The whole lines from a place on, and where the last line ends. Before the last _MOST_BYTES
+    only some lines are taken, about equally far from each other."""
     recent, lines = max(place, size - _MOST_BYTES), list[bytes]()
     distance = (recent - place) // _SPREAD
     file.seek(place)

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunPage(Observer):
-    """Serves the page. What is asked for there is done between two steps."""
+    """Serves the page of a run. An action asked for there is done between two steps."""
 
     def __init__(self, run: Watched) -> None:
         config = run.placed.prepared.config
@@ -108,7 +108,7 @@ class RunPage(Observer):
             self._shown["state"] = "stopped" if failed and self._run.should_stop() else ends
 
     def _note(self, text: str) -> None:
-        """Tell a note once; the same text may come again."""
+        """Show a note once; the same text may come again."""
         self._shown |= {"note": text, "noted": self._shown["noted"] + 1}
 
     def _show(self) -> None:

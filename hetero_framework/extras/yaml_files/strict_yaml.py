@@ -29,8 +29,8 @@ ObjectHook = Callable[[list[tuple[str, Any]], dict[str, list[int]]], dict[str, A
 def loads(text: str, *, object_hook: ObjectHook, foreign: bool = False) -> Any:
     """The value in `text`. `object_hook` makes an object of its pairs and the lines of its keys.
 
-    `foreign` reads as other programs do: YAML 1.1, with aliases and merge keys, as long as these
-    write out to no more than any configuration has.
+    `foreign` reads as other programs do: YAML 1.1, with aliases and merge keys, unless these write
+    out to more values than any configuration has.
     Raises Misread, ValueError for a number too long, and RecursionError.
     """
     loader = None
@@ -98,8 +98,8 @@ class _Strict(_Loader):
 
 
 def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
-    """The values in `node`, those of an alias as often as it stands there; `counts` are those that
-    are known. Raises yaml.YAMLError for more than _MOST_VALUES, or where one holds itself."""
+    """The number of values in `node`; an alias counts at each place. `counts` has the known numbers
+    by node. Raises yaml.YAMLError for more than _MOST_VALUES, or for a node that holds itself."""
     counts[id(node)] = _MOST_VALUES  # while it is being counted
     inner = [] if isinstance(node, yaml.ScalarNode) else node.value
     pairs = inner if isinstance(node, yaml.MappingNode) else [(part,) for part in inner]

@@ -98,7 +98,7 @@ class _Ended(Exception):
 
 @contextmanager
 def _ended_by_ctrl_c(pipeline: Any) -> Iterator[None]:
-    """Within, Ctrl-C raises `_Ended` between two messages, and a second one KeyboardInterrupt."""
+    """Within the block Ctrl-C raises `_Ended` between two messages, and again KeyboardInterrupt."""
     pressed: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -146,7 +146,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _answer(talk: Any, cluster: Any, said: list[dict[str, str]], choice: Any) -> str | None:
-    """Print the model's answer while it comes; all of it, or None where there is none."""
+    """Print the model's answer while it comes. Returns the answer, or None where there is none."""
     import torch
     from transformers import TextStreamer
 

@@ -51,8 +51,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 class RunBeside:
-    """A run of this machine, by its configuration or `output_dir`, or one behind an address. It is
-    shown by its files, or through the page that it has itself."""
+    """A run of this machine, by its configuration or `output_dir`, or a run behind an address. It
+    is shown from its files, or through its own page."""
 
     def __init__(self, place: str, overrides: Sequence[str] = ()) -> None:
         """Raises ConfigError for a configuration with mistakes."""
@@ -68,13 +68,13 @@ class RunBeside:
 
     @property
     def address(self) -> str | None:
-        """Of the run's own page, while it has one."""
+        """The address of the run's own page, while it has one."""
         with suppress(OSError):
             return self._page_of(self._process())
         return None
 
     def news(self, closing: threading.Event) -> Iterator[bytes]:
-        """Of the page, or of the files until there is a page."""
+        """The news of the run's page, or of its files until there is a page."""
         if address := self.address:
             with suppress(*_BROKEN), _asked(address, "GET", "/news") as answer:
                 while not closing.is_set() and (line := answer.readline(_MOST_BYTES)):
@@ -110,8 +110,8 @@ class RunBeside:
         return None
 
     def _process(self) -> psutil.Process | None:
-        """The process that runs it on this machine, and not one that has its number since it ended,
-        or has it elsewhere. Raises OSError, where others may have written which one it is."""
+        """The process of the run on this machine. A later process with the same number does not
+        count, nor does one elsewhere. Raises OSError where others may have written the number."""
         file = self._folder / ".lock.json"
         with suppress(FileNotFoundError, *_DAMAGED):
             holder = json.loads(read_own(file, strictly=True))
@@ -142,7 +142,7 @@ class RunBeside:
 
 @contextmanager
 def _asked(address: str, method: str, path: str) -> Iterator[http.client.HTTPResponse]:
-    """The answer of a page. Raises OSError, HTTPException."""
+    """The answer of a page to a request. Raises OSError, HTTPException."""
     if (found := _ADDRESS.fullmatch(address)) is None:
         raise ConnectionRefusedError("its address is none")
     with closing(http.client.HTTPConnection(LOOPBACK, int(found[1]), timeout=30)) as server:
