@@ -232,8 +232,8 @@ def coordinating(handlers: Mapping[str, Handler]) -> Iterator[None]:
 
 
 def note(message: Message) -> None:
-    """Keep a worker's notice until the step ends. Dropped are the framework's own questions,
-    because the coordinator's handlers of them load models and fill memory, and what comes after
+    """Keep a worker's notice until the step ends. The framework's own questions are dropped,
+    because the coordinator's handlers of them load models and fill memory. So is what comes after
     `_MOST_NOTICES`."""
     name = message.expect(Control).name
     if name.startswith(_OWN) or len(_notices) >= _MOST_NOTICES:

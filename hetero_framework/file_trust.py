@@ -18,7 +18,7 @@ from hetero_framework.errors import ConfigError
 
 @dataclass(frozen=True)
 class Untrusted:
-    """The reason why a file or directory is not trusted, and the remedy if it should be."""
+    """The reason why a file or directory is not trusted, and the remedy if it is all right."""
 
     problem: str
     mend: str

@@ -141,7 +141,7 @@ def extra_for(setting: str, value: str) -> str | None:
 
 
 def lacking(setting: str = "") -> list[str]:
-    """The extras that this setting, or any without one, needs and that this installation lacks."""
+    """The extras that `setting` (any setting if "") needs and this installation lacks."""
     found = ((name.partition("=")[0].rstrip("!"), e.text) for name, e in entries("extras").items())
     needed = {extra for name, extra in found if setting in ("", name)}
     return [extra for extra in sorted(needed) if not is_installed(extra)]

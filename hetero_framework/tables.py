@@ -56,8 +56,8 @@ def table(
 def _widths(
     columns: Sequence[tuple[str, Sequence[str]]], left: Collection[int], room: int
 ) -> list[int]:
-    """The columns' widths. The widest column gives first, down to its longest word or, in a column
-    of numbers, number. If that is not enough the table is wider than the terminal."""
+    """The columns' widths. The widest column gives first, down to its longest word (or number, in a
+    column of numbers). If that is not enough the table is wider than the terminal."""
     widths, least = [], []
     for i, (name, cells) in enumerate(columns):
         words = [word for text in (name, *cells) for word in text.split()]

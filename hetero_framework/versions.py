@@ -9,7 +9,7 @@ from hetero_framework.errors import UserError
 
 PACKAGE = "hetero-framework"
 LIBRARIES = ("torch", "transformers", "peft")
-"""Libraries of which nothing works without the required versions."""
+"""Libraries that must have the required versions for anything to work."""
 
 
 def too_old() -> list[tuple[str, str, str]]:

@@ -63,7 +63,7 @@ def meant(path: str, value: Any) -> str | None:
 
 @cache
 def called(root: Schema) -> dict[str, frozenset[str]]:
-    """The names elsewhere of each setting of a schema that has any."""
+    """For each setting of a schema that has any, its names in other tools."""
     found = {}
     for place, section in {"": root, **sections_of(root)}.items():
         for name, field in section.model_fields.items():

@@ -485,10 +485,10 @@ class DataConfig(Section):
     """When interleaving ends, as in datasets.interleave_datasets: at the end of the first source,
     or of all (shorter ones begin again, unless without replacement)."""
     eval: Annotated[_Paths | dict[str, _Paths] | None, _EVALUATES] = None
-    """Evaluation data, of the same forms; see training.eval_steps. Or several sets by their names:
-    {"math": "m.jsonl", "chat": "c.jsonl"} gives eval_math_loss, eval_chat_loss, ... Elsewhere:
-    eval_file, eval_files, eval_data, eval_dataset, validation, validation_file, validation_files,
-    val_data, test_datasets, data.test, data.valid."""
+    """Evaluation data, of the forms of train; see training.eval_steps. Or several sets by their
+    names: {"math": "m.jsonl", "chat": "c.jsonl"} gives eval_math_loss, eval_chat_loss, ...
+    Elsewhere: eval_file, eval_files, eval_data, eval_dataset, validation, validation_file,
+    validation_files, val_data, test_datasets, data.test, data.valid."""
     val_set_size: Annotated[
         float | None, with_unit(SAMPLES_OR_SHARE, gt=0), AfterValidator(whole_samples), _EVALUATES
     ] = None
@@ -741,10 +741,10 @@ class TrainingConfig(Section):
     """Directory of the results (relative to this file): adapter or checkpoint, metrics.jsonl,
     diagram, logs. Elsewhere: out_dir, save_dir."""
     objective: Annotated[Name, IDENTITY] = "sft"
-    """"sft" learns the next token of texts; "dpo", "orpo" and "cpo" the chosen answer of a pair
-    rather than the rejected one, "kto" answers that are rated one by one; "reward" a number for
-    each answer, "classification" and "token-classification" labels; --import may register
-    others."""
+    """What the model learns. "sft": the next token of texts; "dpo", "orpo" and "cpo": the chosen
+    answer of a pair rather than the rejected one; "kto": answers that are rated one by one;
+    "reward": a number for each answer; "classification", "token-classification": labels. --import
+    may register others."""
     seed: Annotated[Seed, IDENTITY, ON_CARD, TIMELESS] = 42
     """Seed of weights, order, dropout and noise. Elsewhere: random_seed."""
     data_seed: Annotated[Seed | None, IDENTITY, PER_ISLAND, _SHUFFLES, TIMELESS] = None
@@ -808,7 +808,7 @@ class TrainingConfig(Section):
     same whatever the cut, but other numbers than transformers draws. null or 0: none. Elsewhere:
     noisy_embedding_alpha."""
     optim: Annotated[Name, IDENTITY, ON_CARD] = "adamw_torch"
-    """Optimizer, by its name in transformers. (Its own default is adamw_torch_fused.) Elsewhere:
+    """Optimizer, by its name in transformers (whose default is adamw_torch_fused). Elsewhere:
     optimizer."""
     optim_args: Annotated[str | None, IDENTITY, _HAS_ARGS] = None
     """Further arguments of the optimizer, as "name=value,name=value"."""
@@ -856,7 +856,7 @@ class TrainingConfig(Section):
     "token_loss", "perplexity", one of token_metrics or of compute_metrics; of several sets
     "math_loss" and so on. null: "loss", where one is needed."""
     greater_is_better: Annotated[bool | None, FREE, _HAS_BEST] = None
-    """Whether a larger value is better. null: unless the metric's name ends in "loss" or is
+    """Whether a larger value is better. null: yes, unless the metric's name ends in "loss" or is
     "perplexity"."""
     early_stopping_patience: Annotated[int | None, FREE] = Field(default=None, ge=1)
     """Stop after this many evaluations in a row that are not better than the best one. Elsewhere:
@@ -891,7 +891,7 @@ class TrainingConfig(Section):
     torch_compile_backend: Annotated[Name | None, ROUNDING] = None
     """Backend of torch.compile. null: inductor."""
     torch_compile_mode: Annotated[Name | None, ROUNDING] = None
-    """Mode of torch.compile, such as "max-autotune-no-cudagraphs". null: its own default. Modes
+    """Mode of torch.compile, such as "max-autotune-no-cudagraphs". null: torch's default. Modes
     with CUDA graphs are refused."""
     dataloader_drop_last: Annotated[bool, IDENTITY] = False
     """Drop the last incomplete micro-batch."""
@@ -942,7 +942,7 @@ class TrainingConfig(Section):
     """Stop after more than this many steps in a row with a non-finite loss or gradient."""
     max_skipped_share: Annotated[float, with_unit("share", ge=0, le=1), FREE, ALL_ISLANDS] = 0.01
     """Stop also when more than this share of the run's steps, and more than max_skipped_steps, were
-    skipped for that. Steps that only made the loss scale of fp16 smaller count for neither."""
+    skipped as non-finite. Steps that only made the loss scale of fp16 smaller count for neither."""
     probe_longest_batch: Annotated[bool, FREE] = True
     """Before the first step, run the longest micro-batch of the run once, forward and backward, so
     that a lack of memory shows at once. It changes nothing else, and is left out where the first
@@ -966,7 +966,7 @@ class TrainingConfig(Section):
     @field_validator("report_to", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        """As TrainingArguments has it: a name or a list."""
+        """A name or a list, as TrainingArguments takes it."""
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, (list, tuple)):
             return value
@@ -1530,7 +1530,7 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _absent(config: Config) -> Iterator[Problem]:
-    """Data and tokenizer that the sections need."""
+    """Problems with data and a tokenizer that the sections need and lack."""
     model, data, training = config.model, config.data, config.training
     if data is None:
         return

@@ -79,7 +79,7 @@ class Direction:
         return self._order_timeout.seconds
 
     def plan(self, attempt: int, lanes: Iterable[Lane], order_timeout_s: float) -> None:
-        """The order of the frames of an attempt, of which some may have come already."""
+        """Set the order of the frames of an attempt, of which some may have come already."""
         with self._lock:
             self._order = PlannedOrder(lanes)
             self._order_timeout = OrderTimeout(order_timeout_s, self._clock)

@@ -14,7 +14,7 @@ DEFAULT_POOL_BYTES = 256 * 1024 * 1024
 _SMALLEST = 4096
 MAX_PINNED_BYTES = 64 * 1024 * 1024
 """Largest buffer that is pinned. torch never gives pinned memory back: one part of a large state
-would lock gigabytes for good. Copying a larger one from plain memory costs little beside it."""
+would lock gigabytes for good. Beside the transfer, a copy from plain memory then costs little."""
 
 
 def size_class(nbytes: int) -> int:

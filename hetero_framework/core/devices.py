@@ -99,7 +99,7 @@ class Device:
     one_thread = False
     """Whether only the computing thread may copy to the device and call `copy_in`."""
     one_memory = True
-    """Whether the device's memory is the machine's own: host memory is then no other place."""
+    """Whether the device uses the machine's memory: moving tensors to the host gains nothing."""
     _native: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
     _other_dtypes = "is not a training type"
 
@@ -297,8 +297,8 @@ class _Cycle:
 
 
 def collect_cycles() -> None:
-    """Free objects in reference cycles, as models that libraries have loaded are. Waits for another
-    thread's collection, whose finalizers may run: then `gc.collect` returns at once."""
+    """Free objects in reference cycles, as models that libraries have loaded are. Waits until no
+    other thread collects: during another collection `gc.collect` returns at once."""
     unreachable = weakref.ref(_Cycle())
     deadline = time.monotonic() + timeouts.EXIT_S
     gc.collect()

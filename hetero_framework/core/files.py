@@ -229,7 +229,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def put_back(target: Path, old: Path) -> bool:
-    """Undo an interrupted `replace_directory`: call `old` `target` again where that is missing;
+    """Undo an interrupted `replace_directory`: rename `old` to `target` where that is missing;
     whether it did. The caller deletes an `old` that stands beside a `target`."""
     if target.exists() or not old.is_dir():
         return False

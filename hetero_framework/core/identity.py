@@ -48,7 +48,7 @@ class Identity:
 
     @classmethod
     def of(cls, cluster: str, process: WorkerId, kind: ClusterKind = STAR) -> Identity:
-        """`process` is "local" for the coordinator, as in a plan."""
+        """The identity of a process; "local" is the coordinator, as in a plan."""
         return cls(cluster, str(process), kind)
 
     @classmethod

@@ -504,7 +504,7 @@ class Link:
         self._incoming.handshake_deadline = self._opening = None
 
     def _read_header(self, prefix: bytes, inside: bool = False) -> m.FrameHeader | None:
-        """The next header; None when the link was closed on our side. `inside` another frame."""
+        """The next header; None when closed on our side. `inside`: the header is within a frame."""
         header_bytes, payload_bytes = frames.parse_prefix(prefix, self.max_frame_bytes)
         if header_bytes > self.max_header_bytes:
             text = f"a header of {header_bytes} bytes; at most {self.max_header_bytes} come here"

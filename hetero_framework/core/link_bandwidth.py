@@ -78,7 +78,7 @@ class LinkBandwidth:
         return True
 
     def _asks_from_s(self) -> float:
-        """Seconds; a frame that is expected to take longer waits for its turn."""
+        """Seconds that a frame may take without waiting for its turn."""
         if self._is_alone:
             return _ASKS_S
         trip_s = self._pings.clock.round_trip_s
@@ -206,7 +206,7 @@ class LinkBandwidth:
             self._say(m.Turn(True, self._told_alone))
 
     def _tell_alone(self) -> None:
-        """Tell the peer if it has changed whether its large frames meet others. Any thread."""
+        """Tell the peer if it changed whether its large frames meet others here. Any thread."""
         with self._lock:
             if (alone := self._way_in.is_alone()) != self._told_alone:
                 self._told_alone = alone

@@ -355,9 +355,9 @@ class BackwardDone(OfStep):
 @dataclass(frozen=True, slots=True)
 class StageFigures:
     """The cost of one step at a stage: seconds of its forwards and backwards, its longest queues of
-    arrivals and of stored forwards, its process's peak memory. `arrive_...`: seconds on the wire of
-    an arriving activation and gradient, each as if alone there. `prefetch_misses`: uses of a
-    streamed layer before its copy was asked for; null where none streams."""
+    arrivals and of stored forwards, and its process's peak memory. `arrive_forward_s` and
+    `arrive_backward_s`: seconds on the wire of an arriving activation and gradient, each as if
+    alone there. `prefetch_misses`: uses of a streamed layer before its copy was asked for."""
 
     forward_s: Seconds
     backward_s: Seconds
@@ -425,7 +425,7 @@ class Commit(OfStep):
 
 @message(23, WORKER, long=True)
 class Committed(OfStep):
-    """Worker to coordinator, answers COMMIT: the weights are changed. `spans`: times, if kept."""
+    """Worker to coordinator, answers COMMIT: weights are changed. `spans`: its times, if kept."""
 
     spans: tuple[dict[str, Any], ...]
 
@@ -486,8 +486,8 @@ class LoadState(Body):
     """Coordinator to worker: part `part` of state that a stage takes over. `checkpoint`: as STATE
     gave it. `adapter`: the tensors of an adapter file. `tied weights`: weights of other stages, by
     source, for its targets. `weights`: some parameters, whose optimizer goes on as it is. Within a
-    step, `gradients`: those of all replicas together; `tied gradients`: the sums for targets on
-    other stages. Answered by STATE_LOADED."""
+    step, `gradients`: those of all replicas together; `tied gradients`: the sums of those of
+    targets on other stages. Answered by STATE_LOADED."""
 
     stage: int
     kind: LoadKind
@@ -562,9 +562,9 @@ class AskTurn(Signal):
 
 @message(43, EITHER)
 class Turn(Signal):
-    """To the sender of large frames: with `granted` the one it asked for may come, as no other
-    fills the network here. While `alone` it need not ask: no other peer sends any. May come between
-    two pieces of a frame."""
+    """To the sender of large frames: with `granted` the frame that it asked for may come, as no
+    other one fills the network here. While `alone` it need not ask: no other peer sends any. May
+    come between pieces of a frame."""
 
     granted: bool
     alone: bool
@@ -646,7 +646,7 @@ class PeerWelcome(Greeting):
 
 @message(64, WORKER)
 class PeerLost(Body):
-    """Worker to coordinator: this link is gone; the step is done again without it. No answer."""
+    """Worker to coordinator: the link to `worker_id` is gone; the step is done again. No answer."""
 
     worker_id: WorkerId
     reason: str

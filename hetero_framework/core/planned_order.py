@@ -65,7 +65,7 @@ class OrderTimeout:
 
     def left_s(self, order: PlannedOrder, lane: Lane, idle: bool = True) -> float:
         """Seconds that the lane's next item still has to wait; 0 when it may go. While the device
-        or network is not `idle` the wait does not begin: then, seconds until to ask again."""
+        or network is not `idle` the wait does not begin: ask again after the returned seconds."""
         awaited = order.next_place
         if not self.seconds or order.place(lane) <= awaited:
             return 0.0

@@ -52,7 +52,7 @@ class SendPacing:
         return nbytes / max(self._all) if self._all else 0.0
 
     def wrote(self, nbytes: int, frame_bytes: int, *, is_last: bool) -> None:
-        """`nbytes` of a frame of `frame_bytes` were written."""
+        """Record that `nbytes` of a frame of `frame_bytes` were written."""
         if frame_bytes <= _LEAST_S * self._rate or not 0 < self._rate < _FASTEST:
             return
         now = self._clock()

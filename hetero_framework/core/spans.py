@@ -25,7 +25,7 @@ from hetero_framework.core.messages import BoundaryTensor, Inputs, Message
 FORWARD = "forward"
 BACKWARD = "backward"
 FORWARD_BACKWARD = "forward_backward"
-"""Both for one micro-batch in one go: the last stage in a training step."""
+"""Both for a micro-batch in one go, as the last stage does in a training step."""
 SEND = "send"
 RECEIVE = "receive"
 COMMIT = "commit"

@@ -84,7 +84,7 @@ TELL_LOADING_S = 60.0
 """How often a run names the workers that still load."""
 
 UPLOAD_S = 300.0
-"""Deadline for an upload to the hub, beside the time of its bytes at UPLOAD_BYTES_PER_S."""
+"""Deadline for an upload to the hub, plus the time of its bytes at UPLOAD_BYTES_PER_S."""
 UPLOAD_BYTES_PER_S = 250e3
 """Slowest upload that a run waits for."""
 

@@ -378,7 +378,7 @@ class TlsStream:
         self, buffers: deque[memoryview], room: int, send: Callable[[deque[memoryview]], int]
     ) -> int:
         """Encrypt and send at most `room` bytes; how many count as written. Encrypted bytes go
-        first. While some are left, one byte less counts, so that the caller comes with it again."""
+        first. While some are left, one byte less counts, so that the caller repeats this frame."""
         if not self._send_unsent(send):
             return 0
         done, self._owed = self._owed, 0

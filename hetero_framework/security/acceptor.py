@@ -55,7 +55,7 @@ class _Stranger:
 
     @property
     def group(self) -> str:
-        """The address without the port; for IPv6 the network, all of which one machine has."""
+        """The address without the port; for IPv6 the network: one machine has all of it."""
         address = addresses.parsed(self.peer.rpartition(":")[0])
         if isinstance(address, IPv6Address):
             plain = address.ipv4_mapped
@@ -126,7 +126,7 @@ class Acceptor:
             self._admit(stranger)
 
     def _most_of_one(self) -> _Stranger:
-        """Remove and return one of the strangers, at random of the address with most of them."""
+        """Remove and return a random stranger of the address that has most of them."""
         counts = Counter(stranger.group for stranger in self._strangers.values())
         [(most, _)] = counts.most_common(1)
         every = [key for key, other in self._strangers.items() if other.group == most]

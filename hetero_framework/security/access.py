@@ -154,7 +154,7 @@ def _other(actual: Identity, expected: Identity) -> str:
 
 @dataclass(frozen=True)
 class KeyOptions:
-    """Options of the command line. `directory` replaces the one beside the configuration."""
+    """Options of the command line. `directory`: of the keys, if not beside the configuration."""
 
     directory: Path | None = None
     insecure: bool = False

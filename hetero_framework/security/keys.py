@@ -53,7 +53,7 @@ a new authority."""
 
 @dataclass(frozen=True)
 class KeyDirectory:
-    """A directory of keys. IdentityError for reading files that are damaged or open to others."""
+    """A directory of keys. Reading damaged files, or files open to others, raises IdentityError."""
 
     path: Path
     kind: ClusterKind = STAR
