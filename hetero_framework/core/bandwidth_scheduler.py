@@ -32,7 +32,7 @@ interface has become faster than is known. Every 16th made steps 3 to 5 % longer
 _ALONE = 0.8
 """A frame with this share of the bytes that passed meanwhile had the interface to itself."""
 _LEARNT_S = 0.005
-"""A shorter frame tells nothing about the rate: buffers have most of it."""
+"""Shortest frame that tells the rate, in seconds: of a shorter one, buffers have most."""
 _FRAMES = 8
 _RATES = 64
 
@@ -271,7 +271,7 @@ class LinkSlot:
         _let_go(following)
 
     def leave(self) -> None:
-        """The link has ended."""
+        """Record that the link has ended."""
         self.end()
         direction = self._direction
         with direction._lock:

@@ -214,7 +214,7 @@ class Connection:
                 written.wait(timeouts.LAST_WORD_S)
 
     def _is_answer(self, message: Message) -> bool:
-        """Whether a call of `ask` waits for this."""
+        """Give an answer to the call of `ask` that waits for it; whether there was one."""
         body = message.body
         answers_control = isinstance(body, m.Control) and body.answers is not None
         return (answers_control or type(body) in ANSWERS) and self._tell_asking(message)

@@ -383,7 +383,7 @@ class _Watcher:
 
 
 class _StreamEvent(_QueuedEvent):
-    """`clock`: an earlier event of the device and its host time; None: events carry no time."""
+    """An event with a `clock`: an earlier event and its host time, or None without timing."""
 
     def __init__(self, native: Any, clock: _DeviceClock | None) -> None:
         super().__init__(native)

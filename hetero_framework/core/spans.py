@@ -72,7 +72,8 @@ class Recorder:
         self.enabled = False
 
     def begin(self, step: int, *, attempt: int = 0, train: bool = True) -> None:
-        """A step begins, or begins again: what an aborted attempt of it left is forgotten."""
+        """Begin a step, or begin it again: what an aborted attempt of the step left is
+        forgotten."""
         with self._lock:
             if train and self._first is None:
                 self._first = step

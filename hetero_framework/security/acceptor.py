@@ -42,7 +42,7 @@ class RateLimit:
     def allows(self, address: str, now: float) -> bool:
         left, at = self._left.pop(address, (_BURST, now))
         left = min(_BURST, left + (now - at) * _RATE_PER_S)
-        self._left[address] = (left - 1 if left >= 1 else left, now)  # the last one again
+        self._left[address] = (left - 1 if left >= 1 else left, now)  # moved to the end
         if len(self._left) > _MAX_ADDRESSES:
             del self._left[next(iter(self._left))]
         return left >= 1
