@@ -88,7 +88,7 @@ class ChainModel(PreTrainedModel):
         super().__init__(config)
         chain = config.make()
         self.names = list(chain._modules)
-        self.blocks = nn.ModuleList(chain)  # `children` would leave out those that come again
+        self.blocks = nn.ModuleList(chain)  # `children` would leave out a child that comes again
         self.post_init()  # type: ignore[no-untyped-call]
 
     @property

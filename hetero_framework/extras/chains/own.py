@@ -98,7 +98,7 @@ class OwnExamples:
         for name, value in batch.items():
             if not isinstance(value, Tensor):
                 raise DataError(f"{self._where}: {name} is a {type(value).__name__}, no tensor")
-            if value.dtype == torch.float64:  # Python's float becomes it
+            if value.dtype == torch.float64:  # from Python's floats
                 batch[name] = value.float()
         return {name: value.contiguous() for name, value in batch.items()}
 

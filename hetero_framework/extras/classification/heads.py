@@ -31,7 +31,7 @@ class ClassifierHead(Head):
         if (padding := LabelSettings.of(model).pad_token_id) is not None:
             text.pad_token_id = padding
         elif getattr(text, "pad_token_id", None) is None:
-            text.pad_token_id = 0  # until the data say it: without it some classes take one row
+            text.pad_token_id = 0  # until the data say it; some classes take one row without it
 
     def decided(self, model: ModelConfig, data: TrainData) -> tuple[dict[str, Any], str]:
         settings: dict[str, Any] = {"pad_token_id": data.pad_token_id}

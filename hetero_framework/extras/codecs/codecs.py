@@ -14,7 +14,7 @@ from hetero_framework.core.codecs import Codec, Layout, dtype_text
 from hetero_framework.core.devices import Support
 
 BLOCK = 64
-_LARGEST = 127  # of the int8 values; -128 is not used, so that both signs reach equally far
+_LARGEST = 127  # the largest int8 value; -128 is not used, so that both signs reach equally far
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # its reciprocal is finite
 # Elements in one run. On a CPU two float32 scratch buffers of this size stay in the cache, and
 # smaller runs take Python's lock more often. Elsewhere the size only bounds the scratch memory.

@@ -1,7 +1,7 @@
 """Configurations of axolotl, LLaMA-Factory and TRL, turned into settings of this project.
 
 A key that the schema knows by its own name, or by a name after "Elsewhere", becomes that setting.
-alias_trainers.json has the other keys, "shared" ones and those of each program. "keys" maps names
+alias_trainers.json has the other keys, "shared" keys and each program's own. "keys" maps names
 (expressions) to a setting, or to cases [value, status, settings, reason]: the first case that fits
 counts. "idle" keys need no setting, "never" keys cannot be had. "defaults" are the program's own,
 under the key or setting that they need (name, or name=value). A key of "methods" tells the method
@@ -243,7 +243,7 @@ class Conversion:
 
     def _decide_adapter(self) -> None:
         """Decide whether there is an adapter. Without one, drop the settings that need it."""
-        named = {"r", "peft_type", "target_modules"} & self.given.keys()  # of PEFT's own class
+        named = {"r", "peft_type", "target_modules"} & self.given.keys()  # keys of PEFT's own class
         always = (made for needs, made in _table(self.program)["defaults"] if not needs)
         given = bool(named) or any(made.get("adapter") for made in always)
         if not self.settings.setdefault("adapter", given):

@@ -152,7 +152,7 @@ class Failpoints:
         once = os.environ.get(ONCE_VARIABLE)
         self._once = Path(once) if once else None
         self._lock = threading.Lock()
-        self._last: dict[int, float] = {}  # by thread: when it passed a point
+        self._last: dict[int, float] = {}  # when each thread last passed a point
         logging.getLogger(__name__).warning("fault injection ON: %s=%s", VARIABLE, text)
 
     def is_due(self, name: str) -> bool:

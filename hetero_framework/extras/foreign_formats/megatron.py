@@ -46,7 +46,7 @@ _MEANINGLESS = (
     *("format", "dataset_config", "dataset_text_field", "truncation_mode", "add_eos"),
     *("completion_only_loss", "assistant_only_loss"),
 )
-_SURPLUS = 0.005  # of the samples of each part of a blend
+_SURPLUS = 0.005  # share of samples that each part of a blend has in reserve
 
 
 class IndexedFile:
@@ -154,7 +154,7 @@ def _mapped(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError: it is empty
+    except (OSError, ValueError) as error:  # ValueError: an empty file
         raise DataError(f"cannot read {path}: {in_words(error)}") from error
 
 
@@ -200,7 +200,7 @@ class _Stream:
     Args:
         numbers: The sequences that are taken.
         length: Predictions of a sample.
-        samples: The least number of samples, of one or several epochs; None: those of one epoch.
+        samples: The least number of samples, of one or several epochs; None: one epoch's samples.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class _Stream:
         once = np.arange(numbers.start, numbers.stop, dtype=np.int32)
         groups = [epochs - 1, 1] if separate else [epochs]
         self._documents = _stored(_shuffled(np.tile(once, n), state) for n in groups)
-        self._ends = _stored(self._sums())  # of each document in the stream
+        self._ends = _stored(self._sums())  # where each document ends in the stream
         _give_back(file.lengths)
         kind = np.uint32 if self._count < 2**32 - 2 else np.int64
         bounds = [0, before, self._count] if separate else [0, self._count]
@@ -333,7 +333,7 @@ class MegatronCorpus(Corpus):
 
     @cached_property
     def pass_samples(self) -> list[int]:
-        """The number of samples in one pass over each part. Raises DataError where one has none."""
+        """The samples in one pass over each part. Raises DataError for a part without samples."""
         counts = list(map(_tokens, self.files, self.numbers))
         for file, tokens in zip(self.files, counts, strict=True):
             if tokens <= self.length:

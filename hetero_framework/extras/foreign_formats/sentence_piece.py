@@ -98,7 +98,7 @@ def _checked(base: Any, rules: Callable[[str], str]) -> Any:
                     )
             return base.__call__(self, text, *others, **options)
 
-    return type(base.__name__, (base,), {"__call__": call})  # it is saved by this name
+    return type(base.__name__, (base,), {"__call__": call})  # a tokenizer is saved by this name
 
 
 def _texts(given: Any) -> Iterator[str]:

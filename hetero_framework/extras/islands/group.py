@@ -165,7 +165,7 @@ class Group:
 
     @property
     def waits(self) -> bool:
-        """Whether this island waits for the others: it does not stall."""
+        """Whether this island waits for the others, and so does not stall."""
         return self._waiting_since is not None
 
     def stay(self) -> bool:
@@ -240,7 +240,7 @@ class Group:
             return None
         self._wait(self._asking, lambda: self._lighthouse.in_reach)
         if not self._asking.done():
-            return None  # it comes when the lighthouse is there again
+            return None  # the answer comes when the lighthouse is there again
         asking, self._asking = self._asking, None
         error = asking.exception()
         if isinstance(error, (NetworkError, PeerAwayError)):
@@ -302,7 +302,7 @@ class Group:
         return SessionStart(session, source, tuple(behind(positions, source)), positions)
 
     def _may_begin(self, joined: SessionStart) -> bool:
-        """Whether there are enough members. Any number is, once one has done all steps."""
+        """Whether there are enough members. Any number is, once a member has done all steps."""
         enough = len(joined.session.members) >= self._min_islands
         return enough or any(p.is_done for p in joined.positions.values())
 

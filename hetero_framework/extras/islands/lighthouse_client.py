@@ -150,7 +150,7 @@ class LighthouseClient:
                 self._address, self._access, self._member, self._received, self._lost, self._closed
             )
         except NetworkError as error:
-            self._trouble = error  # until it is there again
+            self._trouble = error  # until the lighthouse is there again
             return
         with self._changed:
             self._link, self._trouble = link, None

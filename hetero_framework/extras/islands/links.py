@@ -1,7 +1,7 @@
 """Links between the coordinators of islands, and the exchanges of messages over them.
 
-All links of an `IslandSession` are new ones, so nothing of an earlier session can arrive in it. Of
-two members the one whose name comes later dials.
+All links of an `IslandSession` are new, so nothing of an earlier session can arrive in it. Of two
+members, the member whose name comes later dials.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ class IslandLinks:
         self._lock = threading.Lock()
         self._came: dict[tuple[str, str, str], Connection] = {}  # by name, process, view
         self._session: IslandSession | None = None
-        self._wrong: ProtocolError | None = None  # as a session that is over has it
+        self._wrong: ProtocolError | None = None  # kept from a session that is over
         self._refused: dict[tuple[str, str], ProtocolError] = {}  # by name, process
         self._of: dict[Connection, tuple[IslandSession, str]] = {}
         self._listener = Listener(host, port)
@@ -480,7 +480,7 @@ class IslandLinks:
         elif isinstance(message.body, im.Share):
             known = self._of.get(connection)
             if known is None:
-                message.release()  # of a session that is over here
+                message.release()  # for a session that is over here
             else:
                 known[0].take(known[1], message)
         elif isinstance(message.body, (m.Bye, m.Error, m.Reject)):

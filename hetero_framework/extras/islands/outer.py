@@ -61,7 +61,7 @@ class OuterFragment:
         self._momentum = {name: torch.zeros_like(self.weights[name]) for name in names}
 
     def copy(self) -> OuterFragment:
-        """A copy whose steps leave this one as it is."""
+        """A copy whose steps leave this fragment as it is."""
         made = copy.copy(self)
         made.weights, made._momentum = dict(self.weights), dict(self._momentum)
         return made
@@ -92,8 +92,8 @@ class OuterFragment:
         return self._momentum[name]
 
     def mixed(self, local: Tensors, *, agreed: bool = False) -> dict[str, Tensor]:
-        """The weights to go on with, in the dtype of `local`: the agreed ones mixed with the share
-        `mixing` of `local`, or, if `agreed`, without `local`."""
+        """The weights to go on with, in the dtype of `local`: the agreed weights mixed with the
+        share `mixing` of `local`, or, if `agreed`, without `local`."""
         if agreed or not self._mixing:
             return {name: new.to(local[name].dtype) for name, new in self.weights.items()}
         return {

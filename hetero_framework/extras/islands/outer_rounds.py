@@ -550,7 +550,7 @@ class OuterRounds(SummedSteps):
         outer = {n: t for n, t in tensors.items() if n.startswith(_OUTER)}
         if not outer:
             return tensors
-        if not self._outer:  # it was warming up when the others began their rounds
+        if not self._outer:  # this island was warming up when the others began rounds
             self._begin_with(TrainState())
         self._load_outer(outer)
         restored = {n: t for n, t in tensors.items() if n not in outer}

@@ -118,7 +118,7 @@ class IslandConfig(Section):
 
 
 def island_of(config: Config) -> IslandConfig:
-    """The section of a configuration that has one."""
+    """The island section of a configuration that has it."""
     island = config.setting("island")
     assert isinstance(island, IslandConfig)
     return island

@@ -89,7 +89,7 @@ class SummedSteps(ReplicaGroup):
 
     @property
     def saves(self) -> bool:  # type: ignore[override]
-        """Only one island writes the group's checkpoints."""
+        """Whether this island writes the group's checkpoints: only one island does."""
         return self._session is None or self._session.me == self._session.leader
 
     def ready(self, state: TrainState) -> TrainState:
@@ -281,7 +281,7 @@ class SummedSteps(ReplicaGroup):
             except ReplicasChanged as changed:
                 _log.info("%s; looking who is there", changed, extra=changed.told)
                 self._session = None
-            except GroupFinished:  # and this island as well
+            except GroupFinished:  # this island has finished as well
                 return state
             else:
                 self._open.finish(session, self._stand(state), state.step)

@@ -12,7 +12,7 @@ from hetero_framework.extras.islands.messages import Member
 
 @dataclass(frozen=True)
 class View:
-    """One view, the same on each of its members until they ask for the next one."""
+    """One view, the same on each of its members until they ask for the next view."""
 
     members: tuple[Member, ...]  # sorted by name
 

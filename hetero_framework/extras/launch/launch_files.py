@@ -266,7 +266,7 @@ def _keys(processes: Sequence[Launched]) -> dict[str, bytes]:
 
 
 def _settings(processes: Sequence[Launched], address: Callable[[Launched], str]) -> list[str]:
-    """Settings of where the processes are. Each process sees one device, as the first one."""
+    """Settings that say where the processes are. Each process sees one device, as the first."""
     found = []
     for process in processes:
         kind = process.entry.device.partition(":")[0]

@@ -72,7 +72,7 @@ def run(given: Namespace, processes: Sequence[Launched]) -> int:
 
 
 def script(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
-    """`run` as a shell script, which prints the commands of the processes instead."""
+    """The checks and copies of `run` as a shell script, which prints the processes' commands."""
     lines = ["#!/bin/sh", "# Checks the machines, copies their files, and prints what to start."]
     lines += ["set -eu"]
     for process in (process for process in processes if process.host is not None):
@@ -99,7 +99,7 @@ def _preparations(given: Namespace, process: Launched) -> Iterator[tuple[list[st
     for name, source in sources.items():
         folder, _, file = f"{given.directory}/{name}".rpartition("/")
         make = f"umask 077; mkdir -p {_quoted(folder)} && cd {_quoted(folder)}"
-        file = shlex.quote(file)  # another process of this launch may copy to it at the same time
+        file = shlex.quote(file)  # another process of this launch may copy it at the same time
         copy = f"{make} && cat > {file}.$$ && mv {file}.$$ {file}"
         yield _ssh(given, process, copy), Path(source)
 

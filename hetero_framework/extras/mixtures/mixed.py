@@ -20,7 +20,7 @@ from hetero_framework.extras.mixtures.source_losses import SOURCES, SUMS, TOTAL
 
 @dataclass(frozen=True)
 class Mixture:
-    """The training examples and the held-out examples, with the number of each one's source."""
+    """The training examples and the held-out examples, with each example's source number."""
 
     names: tuple[str, ...]
     train: Examples

@@ -116,7 +116,7 @@ def checked_name(name: str) -> str:
 
 
 def _listener(host: str, usual: int, wanted: int | None) -> Listener:
-    """Listen at the wanted port, else at the usual one, or at a free one if that is in use."""
+    """Listen at the wanted port, else at the usual port or, if that is in use, at a free port."""
     port = wanted or usual
     if wanted is None and not addresses.port_is_free(host, port):
         _log.info("port %d is in use, by a run perhaps; the line names another one", port)

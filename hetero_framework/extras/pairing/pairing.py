@@ -49,7 +49,7 @@ MAX_WRONG = 5
 _ALPN = "hetero-join/2"
 _SECRET_BYTES = 16
 _NAME_BYTES = 4
-"""Bytes of the secret that name its invitation: a wrong try counts against that one alone."""
+"""Bytes of the secret that name an invitation, so that a wrong try counts against it alone."""
 _LENGTH = struct.Struct(">I")
 _MAX_CERTIFICATE_BYTES = 4096
 _MAX_ANSWER_BYTES = 4 << 20

@@ -231,7 +231,7 @@ def _owners(model: Any, blocks: str, calls: _Calls) -> dict[str, int]:
     for name, _ in [*model.named_parameters(), *model.named_buffers()]:
         prefix, _, rest = name.partition(f"{blocks}.")
         inside = {1 + int(rest.partition(".")[0])} if not prefix else set[int]()
-        # What runs between two blocks belongs to the later one's part.
+        # Code between two blocks belongs to the later block's part.
         parts = inside | {0 if p < 0 else (p + 1) // 2 + 1 for p in calls.phases.get(name, ())}
         if len(parts) > 1:
             raise ArchitectureError(

@@ -1,1 +1,1 @@
-"""Preferences: objectives that learn from a chosen and a rejected answer, or from rated ones."""
+"""Preferences: objectives that learn from a chosen and a rejected answer, or from ratings."""

@@ -1,4 +1,4 @@
-"""An objective of answers: the chosen one of a pair becomes likelier than the rejected one.
+"""An objective of answers: a pair's chosen answer becomes likelier than its rejected answer.
 
 Only sums over the tokens of each row are kept. They are made in loss chunks that are computed
 twice, so that the last stage needs only the memory of next-token training.
@@ -72,7 +72,7 @@ class PairObjective(ChunkedObjective):
         return (inputs["labels"],)
 
     def seen(self, inputs: Inputs) -> Tensor:
-        """The tokens [B, S] whose logits are in the metrics: those that predict labels."""
+        """The tokens [B, S] whose logits are in the metrics: the tokens that predict labels."""
         return pad(inputs["labels"][:, 1:].ne(IGNORE_INDEX), (0, 1))
 
     @abstractmethod

@@ -121,7 +121,7 @@ class Preferences(Referenced):
         return inputs["labels"], self._weights(inputs["labels"])
 
     def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
-        """Each answer's weighted log-probabilities, its plain ones, and the terms of weights."""
+        """Sums of each answer: weighted log-probabilities, plain ones, terms that weigh pairs."""
         labels_BS, weights_BS = targets_BS
         logps_BS = log_probabilities(logits_BSV, labels_BS)
         aligned_B = logps_BS.new_zeros(len(logps_BS))

@@ -73,7 +73,7 @@ class OddsRatio(_Unreferenced):
         return pad(torch.ones_like(inputs["labels"][:, 1:], dtype=torch.bool), (0, 1))
 
     def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
-        """The log-probabilities of the answer, and those of the whole row."""
+        """The log-probabilities summed over the answer, and over the whole row."""
         labels_BS, tokens_BS = targets_BS
         logps_BS = log_probabilities(logits_BSV, tokens_BS)
         return [(logps_BS * labels_BS.ne(IGNORE_INDEX)).sum(1), logps_BS.sum(1)]

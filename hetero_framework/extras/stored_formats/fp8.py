@@ -61,7 +61,7 @@ class Fp8(Form):
             return [(1, shape[-1]), *([(shape[-2], 1)] if len(shape) > 2 else [])]
         if stored in _PACKED or self.block is not None:
             return [_MX if stored in _PACKED else self.block or _MX]
-        is_stated = "weight_block_size" in self.settings  # as null
+        is_stated = "weight_block_size" in self.settings  # even as null
         return [shape[-2:], (1, shape[-1]), *([] if is_stated else [_DEFAULT])]
 
     def layout(self, parts: Parts) -> Layout:

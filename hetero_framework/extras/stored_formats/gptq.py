@@ -96,7 +96,7 @@ class Gptq(Form):
         how = parts.get("how", self.settings)
         bits, less = int(how["bits"]), _FORMATS[(how.get("checkpoint_format") or "gptq").lower()]
         zeros = parts["zeros"][:, first * bits // 32 : -(-last * bits // 32)].to(device)
-        if bits != 3:  # taken from whole words: a zero of 0 borrowed from the one above it
+        if bits != 3:  # added to whole words: a zero stored as -1 borrowed from the zero above it
             zeros, less = zeros + less * sum(1 << k for k in range(0, 32, bits)), 0
         made = unpacked(zeros.t(), bits).t()[:, : last - first].to(torch.int16) + less
         return made & (1 << bits) - 1

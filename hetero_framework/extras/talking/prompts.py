@@ -109,7 +109,7 @@ class PromptReader:
         ids = self._tokenizer(text, verbose=False)["input_ids"]
         eos = self._tokenizer.eos_token_id
         if len(ids) > 1 and ids[-1] == eos and not text.endswith(str(self._tokenizer.eos_token)):
-            ids = ids[:-1]  # of a tokenizer that ends each text
+            ids = ids[:-1]  # the tokenizer ends each text
         return Prompt(shown, tuple(ids))
 
 

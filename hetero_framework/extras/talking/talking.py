@@ -32,7 +32,7 @@ from hetero_framework.trainer.setup import (
     load_initial_adapter,
 )
 
-_MOST_TOKENS = 1 << 15  # of one text; they cross a boundary at once
+_MOST_TOKENS = 1 << 15  # tokens of one text, which cross a boundary at once
 
 
 class Talk:

@@ -1,4 +1,4 @@
-"""Compares a configured model, or a tiny one of an architecture, with its cut self."""
+"""Compares a configured model, or a tiny model of an architecture, with its cut self."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def _written(folder: Path, places: dict[str, tuple[int, int]]) -> Iterator[bytes
                     yield from _written(folder, places)
                     return
                 lines, place = _lines(file, place, entry.st_size)
-        except OSError:  # it is not there yet
+        except OSError:  # the file is not there yet
             continue
         places[name] = entry.st_ino, place
         kind = name.removesuffix(".jsonl").encode()

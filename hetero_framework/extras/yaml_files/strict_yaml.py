@@ -22,7 +22,7 @@ _PLAIN = {
     "int": r"-?(0|[1-9][0-9]*)\Z",
     "float": r"(-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|-?\.inf|\.nan)\Z",
 }
-_MOST_VALUES = 100_000  # of a file of other programs, once its aliases are written out
+_MOST_VALUES = 100_000  # in a file of other programs, once its aliases are written out
 ObjectHook = Callable[[list[tuple[str, Any]], dict[str, list[int]]], dict[str, Any]]
 
 

@@ -1,4 +1,4 @@
-"""`hetero launch`: writes what starts every process of a configuration, and starts them."""
+"""`hetero launch`: writes files that start a configuration's processes, and starts them."""
 
 from __future__ import annotations
 

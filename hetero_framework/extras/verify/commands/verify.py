@@ -1,4 +1,4 @@
-"""`hetero verify`: compares a cut model with the whole one."""
+"""`hetero verify`: compares a cut model with the whole model."""
 
 from __future__ import annotations
 
