@@ -72,8 +72,7 @@ class Recorder:
         self.enabled = False
 
     def begin(self, step: int, *, attempt: int = 0, train: bool = True) -> None:
-        """Begin a step, or begin it again: what an aborted attempt of the step left is
-        forgotten."""
+        """Begin a step, or begin it again: spans of an aborted attempt of it are forgotten."""
         with self._lock:
             if train and self._first is None:
                 self._first = step
