@@ -32,7 +32,7 @@ def _takes_one(objective: str) -> bool:
 
 
 def _read_by_losses(setting: str) -> ReadIf:
-    """The condition that a loss with this parameter is chosen; it may be of a user's file."""
+    """The condition that a loss with this parameter is chosen, also a loss of a user's file."""
 
     def condition() -> str:
         ways = []

@@ -177,7 +177,7 @@ class _Request(BaseHTTPRequestHandler):
 
     def _refusal(self) -> HTTPStatus | None:
         """The status for a request that is refused: for another host, or, except for the page's own
-        files, from another site or without the token. None for other requests."""
+        files, from another site, without the token or with a body. None for other requests."""
         hosts, origin = self.headers.get_all("Host", []), self.headers.get("Origin")
         site = self.headers.get("Sec-Fetch-Site", "none")
         given = self.headers.get("Authorization", "").encode("utf-8", "replace")
