@@ -36,7 +36,7 @@ from benchmarks import environment
 from benchmarks.machines import run_program
 from hetero_framework.config import load_config
 from hetero_framework.errors import HeteroError
-from hetero_framework.extras.demo import made
+from hetero_framework.extras.demo import demo_model
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.progress import Progress
 
@@ -79,9 +79,9 @@ def make_model(folder: Path) -> None:
     """The demonstration's tokenizer and data with a model that takes hardly any time."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    files = made.sources()
-    made.make_model(folder / "model", files[:40])
-    made.write_samples(folder / "data.jsonl", made.pieces(files))
+    files = demo_model.sources()
+    demo_model.make_model(folder / "model", files[:40])
+    demo_model.write_samples(folder / "data.jsonl", demo_model.pieces(files))
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     config = LlamaConfig.from_pretrained(folder / "model")
     config.update({**small, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16})
@@ -131,8 +131,8 @@ def timed(config: Path, sleep_s: float) -> Taken:
 
 
 def compare(reporters: Sequence[str], pairs: int, steps: int, sleep_s: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
         make_model(folder)
         each, ratios = {True: Taken(), False: Taken()}, []
         for number in range(pairs):

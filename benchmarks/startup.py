@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.machines import run_program
 from benchmarks.network import free_ports
 from hetero_framework.errors import HeteroError
-from hetero_framework.extras.demo import made
+from hetero_framework.extras.demo import demo_model
 from hetero_framework.extras.demo.commands.demo import CONFIG
 
 _LOOK_S = 0.01
@@ -114,9 +114,9 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        files = made.sources()
-        made.make_model(folder / "model", files)
-        made.write_samples(folder / "data.jsonl", made.pieces(files))
+        files = demo_model.sources()
+        demo_model.make_model(folder / "model", files)
+        demo_model.write_samples(folder / "data.jsonl", demo_model.pieces(files))
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HETERO_CACHE": str(folder / "cache")}
         named = jobs(folder)
         named["import"](environment)  # what the system reads from the disk it keeps from here on

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from hetero_framework import config as schema
 from hetero_framework.config import Config, aliases, effects
-from hetero_framework.config.composed import whole_schema
+from hetero_framework.config.composition import whole_schema
 from hetero_framework.config.section import IDENTITY, RESULT, ROUNDING, NameOf
 
 TARGET = Path(__file__).with_name("configuration.md")

@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.extras.demo import made
+from hetero_framework.extras.demo import demo_model
 from hetero_framework.extras.demo.commands.demo import say
 
 RUN = Path(__file__).resolve().parents[1] / "runs" / "islands"
@@ -47,9 +47,9 @@ def main() -> int:
     (RUN / "data").mkdir(parents=True)
 
     say("1. a tokenizer and a random model from the Python standard library")
-    files = made.sources()
-    made.make_model(RUN / "model", files)
-    made.write_samples(RUN / "data" / "train.jsonl", made.pieces(files))
+    files = demo_model.sources()
+    demo_model.make_model(RUN / "model", files)
+    demo_model.write_samples(RUN / "data" / "train.jsonl", demo_model.pieces(files))
 
     say("2. a lighthouse, and two islands: attic of two processes, garage of three")
     port, *ports = free_ports(4)

@@ -117,9 +117,9 @@ def verdicts(_verdicts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
 
     modules = [equivalence]
     with contextlib.suppress(ImportError):  # heart's tests run without extras
-        from hetero_framework.extras.talking import continuing
+        from hetero_framework.extras.talking import continuation
 
-        modules.append(continuing)
+        modules.append(continuation)
     for module in modules:
         monkeypatch.setattr(module, "recall", recall)
         monkeypatch.setattr(module, "remember", remember)

@@ -47,7 +47,7 @@ from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background
 from hetero_framework.core.timeouts import LinkDeadlines
-from hetero_framework.engine import messages
+from hetero_framework.engine import wire_forms
 from hetero_framework.engine.boundary_io import ArrivalMeter, meter_of, unpack
 from hetero_framework.engine.expectation import check_sender
 from hetero_framework.engine.loading import BuildStages, take_apart
@@ -158,7 +158,7 @@ class _WorkerSink:
             self.worker.to_coordinator(message, done)
 
     def outcome(self, info: StepInfo, micro_batch: int, outcome: Outcome) -> None:
-        self.worker.to_coordinator(messages.loss_message(info, micro_batch, outcome))
+        self.worker.to_coordinator(wire_forms.loss_message(info, micro_batch, outcome))
 
     def finished(self, info: StepInfo, micro_batch: int) -> None:
         self.worker.to_coordinator(Message(m.BackwardDone(info.step, info.attempt, micro_batch)))
@@ -495,7 +495,7 @@ class Worker:
                 self._send(Message(m.Aborted(body.step, body.attempt)))
             case m.StateRequest():
                 part = self._host.state(body.stage, body.kind, body.part, body.step, body.names)
-                self._send(messages.part_message(m.State, body.stage, body.kind, body.part, part))
+                self._send(wire_forms.part_message(m.State, body.stage, body.kind, body.part, part))
             case m.LoadState():
                 self._on_load_state(message, body)
             case m.Rewind():
@@ -797,7 +797,7 @@ class Worker:
         _log.info("ready")
 
     def _on_step(self, step: m.Step) -> None:
-        info, schedule = messages.step_info(step), messages.step_schedule(step)
+        info, schedule = wire_forms.step_info(step), wire_forms.step_schedule(step)
         known = range(len(self._current.owners))
         if len(schedule.in_flight_limits) < len(known) or not schedule.direct <= {*known[:-1]}:
             raise ProtocolError("STEP is about other stages than those of the plan")
@@ -826,7 +826,7 @@ class Worker:
 
     def _give(self, gradients: GradientPart) -> None:
         assert self._host.info is not None
-        self._send(messages.gradients_message(self._host.info, gradients))
+        self._send(wire_forms.gradients_message(self._host.info, gradients))
 
     def has_room(self) -> bool:
         """Whether the link is idle: otherwise a BACKWARD that another stage waits for would queue
@@ -844,10 +844,10 @@ class Worker:
         if info is not None and report is not None:
             trips, nbytes = self.peers.round_trips(), self.peers.bytes_sent()
             report = replace(report, round_trips=trips, direct_bytes=nbytes)
-            self._send(messages.gradient_norms_message(info, report))
+            self._send(wire_forms.gradient_norms_message(info, report))
 
     def _on_commit(self, message: Message, order: m.Commit) -> None:
-        self._host.commit(order, messages.tied_weights(message))
+        self._host.commit(order, wire_forms.tied_weights(message))
         message.release()
         spans = tuple(self._host.take_spans())
         self._send(Message(m.Committed(order.step, order.attempt, spans)))
@@ -856,7 +856,7 @@ class Worker:
         in_step = self._connection is not None and self._connection.phase is Phase.STEP
         if in_step and order.kind not in ("gradients", "tied gradients"):
             raise ProtocolError(f"LOAD_STATE of a {order.kind} came in a step")
-        part = messages.state_part(message)
+        part = wire_forms.state_part(message)
         self._host.load_state(order.stage, order.kind, order.part, part)
         part.release()
         self._send(Message(m.StateLoaded(order.stage, order.part)))

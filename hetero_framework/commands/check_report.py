@@ -33,8 +33,8 @@ from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import tower_lines
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.files.consistency import stored_lines
 from hetero_framework.models.files.quantization import check_devices, devices_known, mixed_lines
-from hetero_framework.models.files.stated import stored_lines
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.models.sizing.memory import (
     StageMemory,
@@ -44,9 +44,9 @@ from hetero_framework.models.sizing.memory import (
 from hetero_framework.models.sizing.streaming import BUS_RATE, FILE_RATE
 from hetero_framework.models.verify.boundary_contents import check_codec, crossing_lines
 from hetero_framework.tables import Part, lines, table
-from hetero_framework.trainer.given import COMPUTE
 from hetero_framework.trainer.memory_checks import host_memory_lines, with_one_memory
-from hetero_framework.trainer.resolved import Resolved
+from hetero_framework.trainer.python_data import COMPUTE
+from hetero_framework.trainer.resolution import Resolved
 from hetero_framework.trainer.setup import (
     check_compiled,
     check_objective,

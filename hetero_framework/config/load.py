@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.config.composed import whole_schema
+from hetero_framework.config.composition import whole_schema
 from hetero_framework.config.problems import shown
 from hetero_framework.config.schema import Config
 from hetero_framework.config.strict_json import read_object

@@ -35,7 +35,7 @@ from pydantic import (
 )
 
 from hetero_framework import registry
-from hetero_framework.config.composed import disagreements, schema_for
+from hetero_framework.config.composition import disagreements, schema_for
 from hetero_framework.config.expressions import EXPRESSIONS, expression, expressions
 from hetero_framework.config.host_names import checked_host, host_and_port, normal_host
 from hetero_framework.config.idle import GivenNames, idle_lines

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2.exceptions import TemplateError
 
 from hetero_framework.data.conversations import Conversation, Message, Remarks
-from hetero_framework.data.rendered import RenderCheck
+from hetero_framework.data.render_check import RenderCheck
 from hetero_framework.data.sources import listed
 from hetero_framework.data.turns import find_turns, mark_turns, numbered
 from hetero_framework.errors import DataError

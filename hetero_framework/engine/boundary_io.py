@@ -23,7 +23,7 @@ from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.messages import BoundaryTensor, Coded, Forward, Inputs, Message, SideForm
 from hetero_framework.core.spans import Recorder
 from hetero_framework.core.tensors import TORCH_DTYPES, dtype_name, from_wire, to_wire
-from hetero_framework.engine import messages
+from hetero_framework.engine import wire_forms
 from hetero_framework.engine.expectation import Expectation, incoming_forms
 from hetero_framework.engine.out_of_memory import explaining, failed
 from hetero_framework.engine.stage_api import Arrival, Outcome, StepInfo, Tensors
@@ -73,7 +73,7 @@ def unpack(message: Message, device: Device) -> Arrival | Tensors | None:
 def _unpack(message: Message, device: Device) -> Arrival | Tensors | None:
     body = message.body
     if isinstance(body, Inputs):
-        inputs = inputs_in(device, messages.inputs_of(message))
+        inputs = inputs_in(device, wire_forms.inputs_of(message))
         message.release()
         return inputs
     if not isinstance(body, BoundaryTensor):

@@ -16,8 +16,8 @@ import torch
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Commit, LoadKind, Message, StateKind
 from hetero_framework.core.spans import Span
-from hetero_framework.engine import messages
 from hetero_framework.engine import stage_api as api
+from hetero_framework.engine import wire_forms
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.errors import ProtocolError, StoppedEarly
 
@@ -103,8 +103,8 @@ class BatchInputs:
     tensors: api.Tensors
 
     @cached_property
-    def packed(self) -> dict[str, messages.PackedInput]:
-        return messages.pack_inputs(self.tensors)
+    def packed(self) -> dict[str, wire_forms.PackedInput]:
+        return wire_forms.pack_inputs(self.tensors)
 
 
 class Host(Protocol):

@@ -12,8 +12,8 @@ from hetero_framework.core import messages as m
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Body, LoadKind, Message, StateKind
 from hetero_framework.core.spans import Span
-from hetero_framework.engine import messages
 from hetero_framework.engine import stage_api as api
+from hetero_framework.engine import wire_forms
 from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, StepResults
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.errors import ProtocolError
@@ -74,11 +74,11 @@ class RemoteHost(Host):
         self._info, self._norms, self._given = info, None, set()
         self._drop_gradients()
         self._links.ping(self.id)
-        self._links.send(self.id, messages.step_message(info, schedule))
+        self._links.send(self.id, wire_forms.step_message(info, schedule))
 
     def feed(self, stage: int, micro_batch: int, names: Sequence[str], batch: BatchInputs) -> None:
         needed = {name: batch.packed[name] for name in names}
-        self._links.send(self.id, messages.inputs_message(self._info, stage, micro_batch, needed))
+        self._links.send(self.id, wire_forms.inputs_message(self._info, stage, micro_batch, needed))
 
     def gradients(self) -> list[api.GradientPart]:
         """Gradients that have come: workers send them unasked, some while a stage computes."""
@@ -95,7 +95,7 @@ class RemoteHost(Host):
         return report
 
     def _report_of(self, message: Message) -> api.HostReport:
-        report = messages.host_report(message)
+        report = wire_forms.host_report(message)
         if sorted(report.gradients) != sorted(self.indexes):
             reported, held = sorted(report.gradients), sorted(self.indexes)
             raise ProtocolError(f"it reports stages {reported}; it holds {held}")
@@ -109,7 +109,7 @@ class RemoteHost(Host):
     def commit(self, order: m.Commit, tied_weights: api.Tensors) -> api.Tensors:
         wanted = {source for targets in self._targets for source in targets.values()}
         weights = {name: weight for name, weight in tied_weights.items() if name in wanted}
-        self._commit, self._commit_step = messages.commit_message(order, weights), order.step
+        self._commit, self._commit_step = wire_forms.commit_message(order, weights), order.step
         self._links.send(self.id, self._commit)
         return {}
 
@@ -158,7 +158,7 @@ class RemoteHost(Host):
         message = self._ask_state(stage, kind, number, step, names)
         if message is None:
             return None
-        part = messages.state_part(message)
+        part = wire_forms.state_part(message)
         given = {*part.tensors, *part.values}
         if kind == "checkpoint":
             given, names = set(map(_parameter, given)), self._states[stage]
@@ -201,7 +201,7 @@ class RemoteHost(Host):
         asked = stage, number
         if kind == "weights":
             self._kept = None  # its kept state no longer equals the state of its stages
-        question = messages.part_message(m.LoadState, stage, kind, number, part)
+        question = wire_forms.part_message(m.LoadState, stage, kind, number, part)
         return self._ask(question, m.StateLoaded, lambda b: (b.stage, b.part) == asked) is not None
 
     def answer(self, question: Message) -> Message | None:
@@ -231,7 +231,7 @@ class RemoteHost(Host):
         elif isinstance(body, m.OfStep) and not self._is_current(body):
             message.release()
         elif isinstance(body, m.Loss):
-            self._results.outcome(self._info, body.micro_batch, messages.outcome(message))
+            self._results.outcome(self._info, body.micro_batch, wire_forms.outcome(message))
             message.release()
         elif isinstance(body, m.BackwardDone):
             self._results.finished(self._info, body.micro_batch)
@@ -258,7 +258,7 @@ class RemoteHost(Host):
         if not given.isdisjoint(self._given):
             raise ProtocolError(f"gradients of stage {body.stage} came a second time")
         self._given |= given
-        self._gradients.append(messages.gradient_part(message))
+        self._gradients.append(wire_forms.gradient_part(message))
 
     def _ask(
         self, question: Message, answer: type[Body], is_answer: Callable[[Any], bool]

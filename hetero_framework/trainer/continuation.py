@@ -28,7 +28,7 @@ from hetero_framework.data import TrainData
 from hetero_framework.engine.optimizer import LearningRate
 from hetero_framework.errors import CheckpointError, UserError
 from hetero_framework.trainer.checkpoint import CheckpointReader
-from hetero_framework.trainer.resolved import Resolved
+from hetero_framework.trainer.resolution import Resolved
 from hetero_framework.versions import installed
 
 _log = logging.getLogger(__name__)

@@ -42,7 +42,6 @@ from hetero_framework.security.access import Access, access_of, island_access, k
 from hetero_framework.trainer import outputs, setup, skipped_step
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.disk_space import warn_of_a_small_disk
-from hetero_framework.trainer.given import COMPUTE, PREPROCESS, ComputedMetrics, Given, with_objects
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
 from hetero_framework.trainer.metrics import (
     SPEED,
@@ -64,6 +63,13 @@ from hetero_framework.trainer.observers import (
 from hetero_framework.trainer.outputs import RunDirectories
 from hetero_framework.trainer.plans import PlanChange, Plans, planned
 from hetero_framework.trainer.progress import Progress
+from hetero_framework.trainer.python_data import (
+    COMPUTE,
+    PREPROCESS,
+    ComputedMetrics,
+    Given,
+    with_objects,
+)
 from hetero_framework.trainer.replica_group import ReplicaGroup, Single, StepPart
 from hetero_framework.trainer.run_checkpoint import (
     RunCheckpoints,

@@ -37,9 +37,9 @@ from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import task_of
+from hetero_framework.models.files.consistency import as_held, few, new_weights, stored_lines
 from hetero_framework.models.files.export import base_generation, weights_beside
 from hetero_framework.models.files.quantization import check_devices, devices_known, mixed_lines
-from hetero_framework.models.files.stated import as_held, few, new_weights, stored_lines
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.models.sizing.memory import (
     StageMemory,
@@ -61,7 +61,7 @@ from hetero_framework.trainer.memory_checks import (
     devices_of,
     host_memory_lines,
 )
-from hetero_framework.trainer.resolved import Resolved
+from hetero_framework.trainer.resolution import Resolved
 
 Entries = Sequence[Mapping[str, Any]]
 """The entries of a shard_plan, as JSON types."""

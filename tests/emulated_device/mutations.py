@@ -36,7 +36,7 @@ from hetero_framework.core.messages import Backward, Forward, Message
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.core.stream import PlainStream
 from hetero_framework.core.tensors import from_wire
-from hetero_framework.engine import boundary_io, messages
+from hetero_framework.engine import boundary_io, wire_forms
 from hetero_framework.engine.expectation import Expectation
 from hetero_framework.engine.stage_api import Outcome, StepInfo
 from hetero_framework.extras.host_memory import (
@@ -259,7 +259,7 @@ MUTATIONS = (
         "    parts = [from_wire(tensor) for tensor in message.tensors]\n    message.release()\n",
     ),
     Mutation(
-        "inputs stay in the receive buffer", messages, "else tensor.clone()\n", "else tensor\n"
+        "inputs stay in the receive buffer", wire_forms, "else tensor.clone()\n", "else tensor\n"
     ),
     Mutation(
         "a loss stays in the buffer of its copy",
@@ -430,8 +430,8 @@ def between_processes(device: Device) -> int:
     codec, expected = boundary_io.CODECS["int8"], {}
     for k in range(_ROUNDS):
         picture, hidden, gradient = torch.randn(3, 4, _ELEMENTS // 4, generator=draw)
-        packed = messages.pack_inputs({"picture": picture})
-        sending.send(messages.inputs_message(info, 1, k, packed))
+        packed = wire_forms.pack_inputs({"picture": picture})
+        sending.send(wire_forms.inputs_message(info, 1, k, packed))
         sender.send(Forward(1, 1, 1, k), (hidden.to(device.torch_device) * 1.0,))
         sender.send(Backward(1, 1, 1, k), (gradient.to(device.torch_device) * 1.0,))
         loss = torch.tensor(float(k), device=device.torch_device) + 1.0

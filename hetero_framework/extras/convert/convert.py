@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hetero_framework.config import Config, TrainingConfig, aliases
-from hetero_framework.config.composed import whole_schema
+from hetero_framework.config.composition import whole_schema
 from hetero_framework.config.optimizers import optimizer_problems
 from hetero_framework.config.problems import problems_of, shown
 from hetero_framework.config.section import sections_of

@@ -31,8 +31,8 @@ from hetero_framework.models.cut.family import decided
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import load_model_config, load_shard
+from hetero_framework.models.files.consistency import as_held
 from hetero_framework.models.files.export import OutputDirectory, Tensors, base_generation
-from hetero_framework.models.files.stated import as_held
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointReader, CheckpointStore
 from hetero_framework.trainer.continuation import adapter_settings

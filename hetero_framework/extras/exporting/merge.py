@@ -27,6 +27,7 @@ from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import load_model_config, load_shard
 from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.files.card import base_facts, model_card
+from hetero_framework.models.files.consistency import as_held, stored_lines
 from hetero_framework.models.files.export import (
     OutputDirectory,
     Tensors,
@@ -37,7 +38,6 @@ from hetero_framework.models.files.export import (
     write_checkpoint,
 )
 from hetero_framework.models.files.quantization import stored_quantization
-from hetero_framework.models.files.stated import as_held, stored_lines
 from hetero_framework.models.files.weights import read_config
 from hetero_framework.repository import resolve_model_path
 

@@ -28,8 +28,8 @@ from hetero_framework.core.messages import Message
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import HeteroError
-from hetero_framework.extras.islands import messages as im
-from hetero_framework.extras.islands.messages import FinishedRun, Member
+from hetero_framework.extras.islands import island_messages as im
+from hetero_framework.extras.islands.island_messages import FinishedRun, Member
 from hetero_framework.extras.islands.quorums import Quorums
 from hetero_framework.extras.islands.settings import island_name
 from hetero_framework.security.acceptor import Acceptor

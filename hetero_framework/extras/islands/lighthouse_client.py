@@ -23,8 +23,8 @@ from hetero_framework.errors import (
     PeerAwayError,
     ProtocolError,
 )
-from hetero_framework.extras.islands import messages as im
-from hetero_framework.extras.islands.messages import FinishedRun, Member
+from hetero_framework.extras.islands import island_messages as im
+from hetero_framework.extras.islands.island_messages import FinishedRun, Member
 from hetero_framework.extras.islands.view import View
 from hetero_framework.security.access import Access
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hetero_framework.extras.islands.messages import Member
+from hetero_framework.extras.islands.island_messages import Member
 
 
 @dataclass(frozen=True)

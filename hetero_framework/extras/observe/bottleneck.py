@@ -18,8 +18,8 @@ from typing import NamedTuple
 from hetero_framework.config import layers_text
 from hetero_framework.core.spans import ALL_STEPS, COMPUTE
 from hetero_framework.engine.schedule.bounds import step_bound
-from hetero_framework.extras.observe import measured
-from hetero_framework.extras.observe.measured import (
+from hetero_framework.extras.observe import step_account
+from hetero_framework.extras.observe.step_account import (
     AS_GOOD,
     WORTH_IT,
     Boundary,
@@ -60,7 +60,7 @@ def diagnose(trace: Trace) -> Diagnosis:
     if trace.settings.get("timeline_steps") == ALL_STEPS and len(counts) > 1:
         del counts[trace.steps[0]]  # a run's first step is not typical
     m = Counter(counts.values()).most_common(1)[0][0]
-    steps = [measured.MeasuredStep.of(trace, step) for step in counts if counts[step] == m]
+    steps = [step_account.MeasuredStep.of(trace, step) for step in counts if counts[step] == m]
     pairs = itertools.pairwise(steps)
     between = [max(0.0, b.began - a.ended) for a, b in pairs if b.step == a.step + 1]
     nics = NicSpeeds(steps)
@@ -74,9 +74,9 @@ def diagnose(trace: Trace) -> Diagnosis:
         between_s=statistics.fmean(between) if between else None,
         steps=tuple(step.step + 1 for step in steps),
         bound_s=statistics.fmean(step.bound_s for step in steps),
-        stages=measured.stage_times(trace, steps),
-        processes=tuple(measured.process_times(trace, steps, n) for n in every),
-        boundaries=tuple(measured.boundary_of(trace, steps, nics, k) for k in inner),
+        stages=step_account.stage_times(trace, steps),
+        processes=tuple(step_account.process_times(trace, steps, n) for n in every),
+        boundaries=tuple(step_account.boundary_of(trace, steps, nics, k) for k in inner),
         dropped=trace.dropped,
     )
     return _with_changes(trace, now, nics)

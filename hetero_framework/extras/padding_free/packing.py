@@ -33,7 +33,7 @@ from hetero_framework.models.verify.equivalence import (
     question,
     whole_step,
 )
-from hetero_framework.trainer.resolved import Resolved
+from hetero_framework.trainer.resolution import Resolved
 from hetero_framework.trainer.setup import shard_ranges
 
 # One row rounds otherwise than many rows. Architectures that keep samples apart differ by 2e-5 or

@@ -38,8 +38,8 @@ from hetero_framework.extras.planner.measuring import ModelCost, PartCost, profi
 from hetero_framework.extras.planner.work import ModelWork, PartWork, model_work
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.files.consistency import stored_lines
 from hetero_framework.models.files.quantization import check_devices, stored_quantization
-from hetero_framework.models.files.stated import stored_lines
 from hetero_framework.units import bit_rate, share, size
 
 DEFAULT_BANDWIDTH = "1Gbit/s"

@@ -18,8 +18,8 @@ from hetero_framework.errors import CallbackError, ConfigError, ProtocolError
 from hetero_framework.extras.reporting.predictions import PLAIN, predictions
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.objectives import objective_of
-from hetero_framework.trainer.given import COMPUTE, PREPROCESS, ComputedMetrics, Given
 from hetero_framework.trainer.metrics import SPEED, metric_name
+from hetero_framework.trainer.python_data import COMPUTE, PREPROCESS, ComputedMetrics, Given
 from hetero_framework.trainer.setup import Prepared
 
 _PADDING = -100

@@ -14,7 +14,7 @@ from torch import Tensor
 from hetero_framework import control
 from hetero_framework.errors import CallbackError, ProtocolError
 from hetero_framework.log import one_line
-from hetero_framework.trainer.given import PREPROCESS
+from hetero_framework.trainer.python_data import PREPROCESS
 
 _ARGMAX, _LOGITS, _MADE, _FAILED = (
     "argmax",

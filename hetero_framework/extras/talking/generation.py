@@ -13,7 +13,7 @@ from hetero_framework.config import Config
 from hetero_framework.core.messages import Decoding
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import HeteroError, PeerLostError, StoppedEarly
-from hetero_framework.extras.talking.continuing import admit_decoding
+from hetero_framework.extras.talking.continuation import admit_decoding
 from hetero_framework.extras.talking.prompts import Prompt, PromptReader, check_prompts, is_chat
 from hetero_framework.extras.talking.settings import SampleSettings
 from hetero_framework.extras.talking.text_generation import TextGeneration

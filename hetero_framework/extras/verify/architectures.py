@@ -15,7 +15,7 @@ from hetero_framework import registry
 from hetero_framework.config.objectives import Task, needs_of
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.extras.verify.verifying import EQUAL, Verified, verify_model
+from hetero_framework.extras.verify.verification import EQUAL, Verified, verify_model
 from hetero_framework.models.cut.tiny import architecture_names
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly
 from hetero_framework.models.verify.equivalence import STEPS, Verdict

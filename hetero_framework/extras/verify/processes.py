@@ -20,7 +20,7 @@ from hetero_framework.config.objectives import Task
 from hetero_framework.core import timeouts
 from hetero_framework.core.dial import Listener
 from hetero_framework.errors import HeteroError
-from hetero_framework.extras.verify.verifying import EQUAL, Verified
+from hetero_framework.extras.verify.verification import EQUAL, Verified
 from hetero_framework.models.cut.tiny import stock_class, tiny_config
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 from hetero_framework.models.rng import seed_cpu

@@ -23,13 +23,13 @@ from hetero_framework.config.objectives import needs_of
 from hetero_framework.core.devices import open_device
 from hetero_framework.errors import ArchitectureError, ConfigError, ModelError
 from hetero_framework.extras.classification.settings import LabelSettings
-from hetero_framework.extras.verify.verifying import verify_model
+from hetero_framework.extras.verify.verification import verify_model
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import model_class
 from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import load_model_config, load_shard
 from hetero_framework.models.cut.tiny import config_for, stock_class, tiny_config
-from hetero_framework.models.files.stated import as_held, new_weights
+from hetero_framework.models.files.consistency import as_held, new_weights
 from hetero_framework.models.verify import equivalence
 from hetero_framework.models.verify.equivalence import compare
 

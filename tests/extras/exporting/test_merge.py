@@ -14,11 +14,11 @@ from peft import PeftModel
 from hetero_framework.config import AdapterConfig, Config
 from hetero_framework.errors import CheckpointError, ConfigError, DataError, ModelError
 from hetero_framework.extras.exporting.merge import merge_adapter
-from hetero_framework.extras.verify.verifying import verify_model
+from hetero_framework.extras.verify.verification import verify_model
 from hetero_framework.models.files.export import OutputDirectory, write_adapter
 from tests.unit.adapter_helpers import randomise, save_model, shards, stock, stock_logits
+from tests.unit.models.files.test_consistency import own_head, rewritten
 from tests.unit.models.files.test_export import load_cleanly, parts_of
-from tests.unit.models.files.test_stated import own_head, rewritten
 
 
 def saved_adapter(base: Path, folder: Path, adapter: AdapterConfig, layers: int = 4) -> Path:

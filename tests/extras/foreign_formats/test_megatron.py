@@ -18,7 +18,7 @@ from hetero_framework.data import load_data
 from hetero_framework.errors import DataError
 from hetero_framework.extras.foreign_formats.megatron import IndexedFile
 from hetero_framework.extras.islands.ledger import split_step
-from hetero_framework.extras.observe.shown import shown_examples
+from hetero_framework.extras.observe.example_view import shown_examples
 from tests.unit.data_helpers import make_config, tiny_tokenizer, write_jsonl
 
 LENGTHS = [5, 0, 3, 8, 2, 6]  # 24 tokens, each its own number

@@ -87,7 +87,7 @@ def test_a_run_that_needs_more_host_memory_than_there_is_is_refused(
 def test_a_model_that_is_talked_to_streams_its_layers_too(
     adapted: Alone, own_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hetero_framework.extras.talking.talking import Talk
+    from hetero_framework.extras.talking.result_model import Talk
 
     def answer(offload: int | str) -> tuple[str, int | str]:
         config = adapted("run", offload)

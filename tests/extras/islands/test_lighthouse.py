@@ -31,12 +31,12 @@ from hetero_framework.errors import (
     PeerAwayError,
     ProtocolError,
 )
+from hetero_framework.extras.islands import island_messages as im
 from hetero_framework.extras.islands import lighthouse as module
 from hetero_framework.extras.islands import lighthouse_client
-from hetero_framework.extras.islands import messages as im
+from hetero_framework.extras.islands.island_messages import FinishedRun, Member
 from hetero_framework.extras.islands.lighthouse import FinishedRuns, Lighthouse
 from hetero_framework.extras.islands.lighthouse_client import LighthouseClient, clock_at
-from hetero_framework.extras.islands.messages import FinishedRun, Member
 from hetero_framework.extras.islands.quorums import Quorums
 from hetero_framework.extras.islands.view import View
 from hetero_framework.security import authority as x509

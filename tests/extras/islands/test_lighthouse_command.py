@@ -19,9 +19,9 @@ from hetero_framework.core.identity import ISLANDS
 from hetero_framework.core.threads import in_background
 from hetero_framework.errors import IdentityError, NetworkError, StoppedEarly, UserError
 from hetero_framework.extras.islands.commands import lighthouse as command
+from hetero_framework.extras.islands.island_messages import Member
 from hetero_framework.extras.islands.lighthouse import Lighthouse
 from hetero_framework.extras.islands.lighthouse_client import LighthouseClient
-from hetero_framework.extras.islands.messages import Member
 from hetero_framework.security.access import Keyed, KeyOptions
 from hetero_framework.security.keys import KeyDirectory
 from tests.certificates import keys_of

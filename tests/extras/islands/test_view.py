@@ -5,7 +5,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_framework.extras.islands.messages import Member
+from hetero_framework.extras.islands.island_messages import Member
 from hetero_framework.extras.islands.view import View
 
 MEMBERS = st.lists(

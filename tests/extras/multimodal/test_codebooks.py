@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hetero_framework.data.batches import num_items
-from hetero_framework.extras.verify.verifying import verify_model
+from hetero_framework.extras.verify.verification import verify_model
 from hetero_framework.models.cut.codebooks import for_model, ids_per_token
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.partition import ShardRange

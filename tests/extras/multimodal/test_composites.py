@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.extras.verify.verifying import verify_model
+from hetero_framework.extras.verify.verification import verify_model
 from hetero_framework.models.cut.causal_lm import CausalLM
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.partition import ShardRange, ranges_between

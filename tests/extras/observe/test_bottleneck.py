@@ -16,7 +16,7 @@ from hetero_framework.core import codecs
 from hetero_framework.extras.codecs.codecs import BFloat16
 from hetero_framework.extras.observe import bottleneck
 from hetero_framework.extras.observe.bottleneck import diagnose, text
-from hetero_framework.extras.observe.measured import Boundary, Diagnosis, StageTimes
+from hetero_framework.extras.observe.step_account import Boundary, Diagnosis, StageTimes
 from tests.extras.observe.timeline_samples import record, step_spans
 
 

@@ -14,7 +14,7 @@ from hetero_framework.core.spans import COMPUTE
 from hetero_framework.engine.schedule.bounds import step_bound
 from hetero_framework.engine.schedule.simulator import Profile
 from hetero_framework.extras.observe.bottleneck import diagnose, text
-from hetero_framework.extras.observe.measured import covered, recorded_bound
+from hetero_framework.extras.observe.step_account import covered, recorded_bound
 from hetero_framework.extras.observe.timeline import Trace
 from tests.extras.observe.timeline_samples import record
 

@@ -20,7 +20,7 @@ from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import Shard
 from hetero_framework.models.cut.tiny import tiny_config
-from hetero_framework.trainer.resolved import Resolved
+from hetero_framework.trainer.resolution import Resolved
 from tests.unit.trainer.test_setup import LLAMA
 from tests.unit.trainer.test_setup import config as settings
 

@@ -17,7 +17,7 @@ from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 from hetero_framework.data import TrainData, load_data, padded_count, token_count
 from hetero_framework.data.sources import Record
 from hetero_framework.errors import DataError
-from hetero_framework.extras.observe.shown import shown_examples
+from hetero_framework.extras.observe.example_view import shown_examples
 from hetero_framework.extras.preferences.ratings import unpaired
 from tests.unit.data_helpers import CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hetero_framework.config import ModelConfig
 from hetero_framework.errors import ModelError
-from hetero_framework.models.files.stated import stored_lines
+from hetero_framework.models.files.consistency import stored_lines
 from hetero_framework.models.files.weights import Checkpoint
 from tests.extras.stored_formats.test_forms import dense, shards, stored
 

@@ -23,7 +23,7 @@ import pytest
 from hetero_framework.config import Config
 from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.errors import ConfigError, DataError
-from hetero_framework.extras.observe.shown import shown_examples
+from hetero_framework.extras.observe.example_view import shown_examples
 from hetero_framework.extras.streams import child
 from hetero_framework.extras.streams import rows as rows_module
 from tests.unit.data_helpers import make_config, tiny_tokenizer, write_jsonl

@@ -10,7 +10,7 @@ import torch
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import Outcome
 from hetero_framework.errors import ProtocolError
-from hetero_framework.extras.talking.talking import Talk
+from hetero_framework.extras.talking.result_model import Talk
 from hetero_framework.extras.talking.text_generation import TOKEN
 from hetero_framework.security.access import LOOPBACK_ONLY
 from hetero_framework.trainer.coordinator import train

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hetero_framework.extras.padding_free.packing import Packing
 from hetero_framework.extras.verify.architectures import verify_all, write_architectures
-from hetero_framework.extras.verify.verifying import Verified
+from hetero_framework.extras.verify.verification import Verified
 
 
 def test_architecture_whose_blocks_run_in_turns_is_refused() -> None:

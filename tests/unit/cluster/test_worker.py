@@ -59,10 +59,10 @@ from hetero_framework.core.messages import (
     Welcome,
 )
 from hetero_framework.core.session import Phase
-from hetero_framework.engine.messages import step_message
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.stage_api import GradientReport, Residence, StepInfo
+from hetero_framework.engine.wire_forms import step_message
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetero_framework.config import Config, effects
-from hetero_framework.config.composed import whole_schema
+from hetero_framework.config.composition import whole_schema
 from hetero_framework.config.section import Effect, Scope
 from tests.installed import needs
 

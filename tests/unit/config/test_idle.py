@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 from hetero_framework import registry
 from hetero_framework.config import Config, load_config
 from hetero_framework.config.asked_extras import absent_extras
-from hetero_framework.config.composed import whole_schema
+from hetero_framework.config.composition import whole_schema
 from hetero_framework.config.effects import settings
 from hetero_framework.config.objectives import needs_of, objectives_reading
 from hetero_framework.config.section import ReadIf

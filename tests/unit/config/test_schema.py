@@ -26,7 +26,7 @@ from hetero_framework.config import (
     json_schema,
     load_config,
 )
-from hetero_framework.config.composed import whole_schema
+from hetero_framework.config.composition import whole_schema
 from hetero_framework.config.effects import settings
 from hetero_framework.errors import ConfigError, PlanError
 from tests.installed import needs, whole

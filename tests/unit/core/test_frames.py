@@ -119,7 +119,7 @@ def examples() -> dict[str, Message]:
 
 
 def _of_islands(versions: dict[str, Any]) -> list[tuple[m.Body, list[Any]]]:
-    from hetero_framework.extras.islands import messages as im
+    from hetero_framework.extras.islands import island_messages as im
 
     return [
         (im.IslandHello("attic", "p", "garage", "0f", 1 << 30, **versions), []),

@@ -27,7 +27,7 @@ from hetero_framework.core.messages import (
 )
 from hetero_framework.core.spans import RECEIVE, Recorder
 from hetero_framework.core.tensors import from_wire, to_wire
-from hetero_framework.engine import messages
+from hetero_framework.engine import wire_forms
 from hetero_framework.engine.boundary_io import (
     ArrivalMeter,
     BoundaryIO,
@@ -160,7 +160,7 @@ def test_only_the_computing_thread_copies_to_a_device_of_one_thread(codec: str |
 def test_inputs_for_a_device_of_one_thread_are_copied_by_that() -> None:
     device = OneThreadDevice(at_once=True)
     inputs = {"labels": torch.tensor([[1, -100, 3]])}
-    received = Received(messages.inputs_message(INFO, 1, 0, messages.pack_inputs(inputs)))
+    received = Received(wire_forms.inputs_message(INFO, 1, 0, wire_forms.pack_inputs(inputs)))
     unpacked = unpack(received.message, device)
     assert isinstance(unpacked, dict)
     assert (device.copied_in_by, received.released) == ([], 1)
@@ -176,7 +176,7 @@ def test_unpack_inputs_into_memory_of_their_own(device: Device) -> None:
         "attention_mask": torch.ones(1, 3, dtype=torch.int64),
         "pixels": hidden(),
     }
-    received = Received(messages.inputs_message(INFO, 1, 0, messages.pack_inputs(inputs)))
+    received = Received(wire_forms.inputs_message(INFO, 1, 0, wire_forms.pack_inputs(inputs)))
     found = unpack(received.message, device)
     assert received.released == 1
     assert isinstance(found, dict)
@@ -187,7 +187,7 @@ def test_unpack_inputs_into_memory_of_their_own(device: Device) -> None:
 
 
 def test_unpack_leaves_other_messages_alone(device: Device) -> None:
-    received = Received(messages.commit_message(Commit(3, 1, 1e-3, 1.0), {"embed": hidden()}))
+    received = Received(wire_forms.commit_message(Commit(3, 1, 1e-3, 1.0), {"embed": hidden()}))
     assert unpack(received.message, device) is None
     assert received.released == 0
     assert len(received.message.tensors) == 1
@@ -588,9 +588,8 @@ def test_meter_takes_the_seconds_of_tensors_that_arrived() -> None:
     moved("receive", boundary(Forward, 1), 5.0, 8.0)
     moved("receive", boundary(Backward, 1), 0.0, 0.5)
     moved("send", boundary(Forward, 2), 0.0, 100.0)
-    moved(
-        "receive", messages.commit_message(Commit(3, 1, 1e-3, 1.0), {"embed": hidden()}), 0.0, 100.0
-    )
+    commit = wire_forms.commit_message(Commit(3, 1, 1e-3, 1.0), {"embed": hidden()})
+    moved("receive", commit, 0.0, 100.0)
     assert meter.take() == {"forward": {1: 1.0}, "backward": {1: 0.5}}
     assert meter.take() == {"forward": {}, "backward": {}}
 

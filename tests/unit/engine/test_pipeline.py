@@ -31,7 +31,7 @@ from hetero_framework.core.messages import (
     Step,
 )
 from hetero_framework.core.spans import Recorder
-from hetero_framework.engine import messages, state_snapshot
+from hetero_framework.engine import state_snapshot, wire_forms
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.hosts import HostEvent, LinkLost, Stalled, StepResults
 from hetero_framework.engine.pipeline import Pipeline
@@ -117,7 +117,7 @@ class Worker:
             raise self.breaks
         self.sent.append(message)
         if isinstance(message.body, Step):
-            self.info = messages.step_info(message.body)
+            self.info = wire_forms.step_info(message.body)
         elif isinstance(message.body, Inputs):
             under_way = len(self.kinds(Inputs)) - len(self.results.through)
             self.most_under_way = max(self.most_under_way, under_way)
@@ -139,7 +139,7 @@ class Worker:
     def report(self) -> None:
         gradients = {1: GradientReport(torch.tensor([3.0]), nonfinite=(2,))}
         report = HostReport(gradients, {1: FIGURES}, {}, 5)
-        self.tell(messages.gradient_norms_message(self.info, report))
+        self.tell(wire_forms.gradient_norms_message(self.info, report))
 
     def tell(self, message: Message) -> None:
         arrival = unpack(message, open_device("cpu"))
@@ -216,7 +216,7 @@ def test_every_process_gets_the_part_of_the_order_that_is_its_own() -> None:
     assert own.tasks == ((FORWARD, 0), (BACKWARD, 0)) * 4
     assert (own.sends, own.receives) == (((FORWARD, 1),) * 4, ((BACKWARD, 0),) * 4)
     (sent,) = links.kinds(Step)
-    theirs = messages.step_schedule(sent.expect(Step))
+    theirs = wire_forms.step_schedule(sent.expect(Step))
     assert theirs.tasks == ((FORWARD, 1),) * 4
     assert (theirs.sends, theirs.receives) == (own.receives, own.sends)
     assert len(pipeline.run(BATCHES)) == 4
@@ -298,7 +298,7 @@ def test_last_stages_sums_are_loaded_before_the_first_stages_backward(
             return
         held.append(message)
         part = GradientPart(1, 0, StatePart({"last": torch.ones(1)}, last=True))
-        worker.tell(messages.gradients_message(worker.info, part))
+        worker.tell(wire_forms.gradients_message(worker.info, part))
 
     def send_and_go_on(worker_id: int, message: Message) -> None:
         send(worker_id, message)
@@ -324,7 +324,7 @@ def test_a_worker_that_does_not_take_over_its_sums_is_named(
     monkeypatch.setattr(worker, "answers", False)
     pipeline.begin(replace(INFO, micro_batches=0, summed=True), SCHEDULE, Sums())
     part = GradientPart(1, 0, StatePart({"last": torch.ones(1)}, last=True))
-    worker.tell(messages.gradients_message(worker.info, part))
+    worker.tell(wire_forms.gradients_message(worker.info, part))
     pipeline.run([])
     send = worker.send
     monkeypatch.setattr(

@@ -21,7 +21,7 @@ from hetero_framework.core.messages import (
     State,
     StateRequest,
 )
-from hetero_framework.engine import messages
+from hetero_framework.engine import wire_forms
 from hetero_framework.engine.hosts import HostEvent, LinkLost, StepResults
 from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
@@ -82,7 +82,7 @@ def made(**options: Any) -> tuple[RemoteHost, Links]:
 
 def part(stage: int, number: int, *, last: bool = False) -> Message:
     found = StatePart({"weights/a": torch.ones(2)}, last=last)
-    return messages.part_message(State, stage, "checkpoint", number, found)
+    return wire_forms.part_message(State, stage, "checkpoint", number, found)
 
 
 def test_question_is_sent_once_over_each_link() -> None:
@@ -136,11 +136,11 @@ def test_commit_carries_the_weights_tied_to_its_stages(targets: Any) -> None:
 def test_gradients_are_taken_of_stages_that_are_tied_alone() -> None:
     given = GradientPart(1, 0, StatePart({"x": torch.ones(1)}, last=True))
     host, _ = made(targets=({"x": "b"}, {}))
-    host.receive(messages.gradients_message(INFO, given), None)
+    host.receive(wire_forms.gradients_message(INFO, given), None)
     assert [found.stage for found in host.gradients()] == [1]
     host, _ = made()
     with pytest.raises(ProtocolError, match="it sends gradients of stage 1, unasked"):
-        host.receive(messages.gradients_message(INFO, given), None)
+        host.receive(wire_forms.gradients_message(INFO, given), None)
 
 
 def test_answer_to_another_request_is_dropped() -> None:
@@ -177,7 +177,7 @@ def norms_of(*stages: int, nonfinite: int = 0, norms: Any = None) -> Message:
         stage: GradientReport(torch.zeros(sizes[stage]) if norms is None else norms, (nonfinite,))
         for stage in stages
     }
-    return messages.gradient_norms_message(
+    return wire_forms.gradient_norms_message(
         INFO, HostReport(reports, dict.fromkeys(stages, figures))
     )
 
@@ -196,7 +196,7 @@ def without_a_tensor(message: Message) -> Message:
 
 def gradients_of(*names: str, stage: int = 1) -> Message:
     part = StatePart({name: torch.ones(1) for name in names})
-    return messages.gradients_message(INFO, GradientPart(stage, 0, part))
+    return wire_forms.gradients_message(INFO, GradientPart(stage, 0, part))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_state_of_other_parameters_names_the_worker(kind: Any) -> None:
         assert host.state(*asked) is None
         entry = name if kind == "weights" else f"optimizer/exp_avg/{name}"
         part = StatePart({entry: torch.ones(1)})
-        host.receive(messages.part_message(State, 1, kind, 0, part), None)
+        host.receive(wire_forms.part_message(State, 1, kind, 0, part), None)
         if right:
             assert host.state(*asked) is not None
             continue

@@ -44,7 +44,7 @@ from hetero_framework.core.messages import (
     StateRequest,
 )
 from hetero_framework.core.tensors import from_wire
-from hetero_framework.engine import early_gradients, messages, state_snapshot
+from hetero_framework.engine import early_gradients, state_snapshot, wire_forms
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.optimizer import build_optimizer
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
@@ -147,7 +147,7 @@ class RemoteStage:
         self._info = info = replace(info, attempt=self._attempt)
         self._peers.expect(info.step, info.attempt)
         orders = StepSchedule(in_flight_limits=(info.micro_batches,) * self._num_stages)
-        self._peers.send(1, messages.step_message(info, orders))
+        self._peers.send(1, wire_forms.step_message(info, orders))
 
     def forward(self, k: int, inputs: Tensors, received: Bundle) -> Bundle:
         self._feed(k, inputs, received)
@@ -155,12 +155,12 @@ class RemoteStage:
 
     def forward_backward(self, k: int, inputs: Tensors, received: Bundle) -> tuple[Outcome, Bundle]:
         self._feed(k, inputs, received)
-        outcome = messages.outcome(self._await(Loss))
+        outcome = wire_forms.outcome(self._await(Loss))
         return outcome, self._boundary(Backward, 0, k)
 
     def evaluate(self, k: int, inputs: Tensors, received: Bundle) -> Outcome:
         self._feed(k, inputs, received)
-        return messages.outcome(self._await(Loss))
+        return wire_forms.outcome(self._await(Loss))
 
     def backward(self, k: int, gradients: Bundle) -> Bundle:
         self._cross(Backward, k, gradients)
@@ -168,12 +168,12 @@ class RemoteStage:
 
     def report_gradients(self) -> GradientReport:
         norms, self._norms = self._norms or self._await(GradientNorms), None
-        return messages.host_report(norms).gradients[1]
+        return wire_forms.host_report(norms).gradients[1]
 
     def commit(self, learning_rate: float, grad_scale: float) -> None:
         info = self._info
         order = Commit(info.step, info.attempt, learning_rate, grad_scale)
-        self._peers.send(1, messages.commit_message(order, {}))
+        self._peers.send(1, wire_forms.commit_message(order, {}))
         self._await(Committed)
         self._last_step = info.step
 
@@ -195,14 +195,15 @@ class RemoteStage:
 
     def _part(self, kind: str, number: int, step: int | None) -> StatePart:
         self._tell(StateRequest(1, kind, number, step))  # type: ignore[arg-type]
-        return messages.state_part(self._await(State))
+        return wire_forms.state_part(self._await(State))
 
     def load_state(self, kind: str, part: StatePart) -> None:
-        self._peers.send(1, messages.part_message(LoadState, 1, kind, 0, part))
+        self._peers.send(1, wire_forms.part_message(LoadState, 1, kind, 0, part))
         self._await(StateLoaded)
 
     def _feed(self, k: int, inputs: Tensors, received: Bundle) -> None:
-        self._peers.send(1, messages.inputs_message(self._info, 1, k, messages.pack_inputs(inputs)))
+        packed = wire_forms.pack_inputs(inputs)
+        self._peers.send(1, wire_forms.inputs_message(self._info, 1, k, packed))
         self._cross(Forward, k, received)
 
     def _cross(self, kind: type[Body], k: int, tensors: Bundle) -> None:

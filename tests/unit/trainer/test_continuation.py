@@ -18,7 +18,7 @@ from hetero_framework.config.section import FREE, IDENTITY, RESULT, ROUNDING
 from hetero_framework.data import load_data, load_tokenizer
 from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer.continuation import check_identity, contents, identity, versions
-from hetero_framework.trainer.resolved import Resolved
+from hetero_framework.trainer.resolution import Resolved
 from tests.alone import Alone
 from tests.installed import needs, whole
 from tests.samples import save_texts

@@ -13,7 +13,7 @@ from hetero_framework.errors import ConfigError, DataError, DeviceError, PlanErr
 from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.models.sizing.memory import estimate_memory
-from hetero_framework.trainer.resolved import Resolved
+from hetero_framework.trainer.resolution import Resolved
 from hetero_framework.trainer.setup import (
     Prepared,
     check_compiled,

@@ -27,7 +27,7 @@ import psutil
 from hetero_framework.commands.options import OutputFolder, at_least, option, overwrite, value
 from hetero_framework.core.files import NamingOf, write_json
 from hetero_framework.errors import UserError
-from hetero_framework.extras.demo import made
+from hetero_framework.extras.demo import demo_model
 from hetero_framework.trainer.read_metrics import read_curves
 
 EXAMPLES = """
@@ -58,12 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
     data.mkdir(parents=True)
 
     say("1. a tokenizer and a random model from the Python standard library")
-    files, texts = made.sources(), made.sums(_TEXTS)
+    files, texts = demo_model.sources(), demo_model.sums(_TEXTS)
     with NamingOf(folder):
-        made.make_model(folder / "model", files)
-        made.write_samples(data / "full.jsonl", made.pieces(files))
-        made.write_samples(data / "lora.jsonl", texts[_HELD_OUT:])
-        made.write_samples(data / "held_out.jsonl", texts[:_HELD_OUT])
+        demo_model.make_model(folder / "model", files)
+        demo_model.write_samples(data / "full.jsonl", demo_model.pieces(files))
+        demo_model.write_samples(data / "lora.jsonl", texts[_HELD_OUT:])
+        demo_model.write_samples(data / "held_out.jsonl", texts[:_HELD_OUT])
     full, lora = settings(arguments.full_steps, arguments.lora_steps)
     write_json(folder / "full_config.json", full)
     write_json(folder / "lora_config.json", lora)

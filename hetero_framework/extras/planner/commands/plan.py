@@ -183,7 +183,7 @@ def _measured(arguments: argparse.Namespace) -> tuple[Any, Any]:
     check_coordinator(config, arguments)
     _find_model(config)
     from hetero_framework.extras.planner.fleet import measure_fleet
-    from hetero_framework.models.files.stated import stored_lines
+    from hetero_framework.models.files.consistency import stored_lines
 
     for line in stored_lines(config.model, config.base_dir) if config.model else ():
         _log.info("%s", line)

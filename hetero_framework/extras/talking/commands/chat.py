@@ -78,7 +78,7 @@ def talk_of(arguments: argparse.Namespace) -> tuple[Any, AbstractContextManager[
     config.require("model")
     if not arguments.local:
         check_coordinator(config, arguments)
-    from hetero_framework.extras.talking.talking import Talk, with_result
+    from hetero_framework.extras.talking.result_model import Talk, with_result
 
     result = Path(arguments.result) if arguments.result else None
     config = with_result(config, result, base=arguments.base, local=arguments.local)

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         config.require("model")
         preflight(config, data=False)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums in one order
-    from hetero_framework.extras.verify.verifying import verify_model
+    from hetero_framework.extras.verify.verification import verify_model
 
     if arguments.all:
         from hetero_framework.extras.verify.architectures import verify_all, write_architectures

@@ -10,7 +10,7 @@ import pytest
 
 from hetero_framework import registry
 from hetero_framework.config import Config, TrainingConfig
-from hetero_framework.config.composed import whole_schema, with_extras
+from hetero_framework.config.composition import whole_schema, with_extras
 from hetero_framework.config.objectives import needs_of
 from hetero_framework.errors import ConfigError
 from tests.installed import whole

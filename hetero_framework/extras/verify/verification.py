@@ -19,8 +19,8 @@ from hetero_framework.models.cut.language import meta_model, towers
 from hetero_framework.models.cut.partition import ShardRange, ranges_between
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import shrink, tiny_config
+from hetero_framework.models.files.consistency import as_held
 from hetero_framework.models.files.quantization import stored_quantization
-from hetero_framework.models.files.stated import as_held
 from hetero_framework.models.files.weights import Checkpoint
 from hetero_framework.models.library import quiet_library
 from hetero_framework.models.verify.boundary_contents import tiny_crossing

@@ -6,7 +6,7 @@ import pytest
 
 from hetero_framework.config import Config
 from hetero_framework.errors import UserError
-from hetero_framework.extras.talking.talking import with_result
+from hetero_framework.extras.talking.result_model import with_result
 
 
 @pytest.mark.parametrize("objective", ["classification", "image-classification"])

@@ -23,7 +23,7 @@ from hetero_framework.models.library import quiet_libraries
 from hetero_framework.models.sizing.memory import estimate_memory
 from hetero_framework.security.access import Access
 from hetero_framework.trainer.memory_checks import host_memory_lines
-from hetero_framework.trainer.resolved import Resolved
+from hetero_framework.trainer.resolution import Resolved
 from hetero_framework.trainer.setup import (
     Sample,
     fit_offload,

@@ -23,8 +23,8 @@ from hetero_framework.extras.chains.chain import (
 )
 from hetero_framework.extras.chains.chain_equivalence import chain_problem
 from hetero_framework.extras.chains.chain_shard import ChainShard, build_chain
-from hetero_framework.extras.chains.own import OwnExamples
 from hetero_framework.extras.chains.settings import ChainSettings
+from hetero_framework.extras.chains.tensor_data import OwnExamples
 from hetero_framework.models.cut.family import Family
 from hetero_framework.models.cut.introspect import BlockForm, ModelStructure
 from hetero_framework.models.cut.language import on_meta

@@ -17,7 +17,7 @@ from trl.trainer.reward_trainer import DataCollatorForPreference
 from hetero_framework.data import TrainData, load_data
 from hetero_framework.errors import DataError
 from hetero_framework.extras.classification.labels import Stated
-from hetero_framework.extras.observe.shown import shown_examples
+from hetero_framework.extras.observe.example_view import shown_examples
 from tests.unit.data_helpers import CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
 
 

@@ -11,7 +11,7 @@ import torch
 from hetero_framework import control
 from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError, DataError
-from hetero_framework.extras.chains.own import OwnExamples, load_own_data, shown_forms
+from hetero_framework.extras.chains.tensor_data import OwnExamples, load_own_data, shown_forms
 
 ISLAND = {"name": "a", "lighthouse": "127.0.0.1:29510"}
 PAIR = (torch.ones(2, 3), 1)

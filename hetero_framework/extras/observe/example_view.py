@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hetero_framework.config import Config, DataConfig
 from hetero_framework.data.formats import Formatter
 from hetero_framework.data.kinds import formatter_for
-from hetero_framework.data.rendered import LEFT_OUT
+from hetero_framework.data.render_check import LEFT_OUT
 from hetero_framework.data.sources import Record, find_sources, listed
 from hetero_framework.data.train_data import Reader, kept_part, load_data
 

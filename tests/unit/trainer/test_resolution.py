@@ -8,7 +8,7 @@ import pytest
 
 import hetero_framework
 from hetero_framework.errors import ConfigError
-from hetero_framework.trainer.resolved import Decision, Resolved
+from hetero_framework.trainer.resolution import Decision, Resolved
 from tests.alone import Alone
 
 

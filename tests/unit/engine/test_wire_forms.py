@@ -19,7 +19,7 @@ from hetero_framework.core.messages import (
     decode,
     encode,
 )
-from hetero_framework.engine import messages
+from hetero_framework.engine import wire_forms
 from hetero_framework.engine.schedule.readiness import BACKWARD, FORWARD
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.stage_api import GradientReport, HostReport, StatePart, StepInfo
@@ -50,9 +50,9 @@ def travelled(message: Message) -> Message:
 @given(SCHEDULES, st.booleans())
 def test_a_step_message_carries_info_and_schedule(schedule: StepSchedule, train: bool) -> None:
     info = StepInfo(7, 2, train, micro_batches=4, num_items=10, loss_scale=0.5)
-    message = travelled(messages.step_message(info, schedule))
-    assert messages.step_info(message.expect(Step)) == info
-    assert messages.step_schedule(message.expect(Step)) == schedule
+    message = travelled(wire_forms.step_message(info, schedule))
+    assert wire_forms.step_info(message.expect(Step)) == info
+    assert wire_forms.step_schedule(message.expect(Step)) == schedule
 
 
 # ---- INPUTS
@@ -66,11 +66,11 @@ def test_inputs_are_sent_in_half_of_their_bytes_and_masks_in_none() -> None:
         "position_ids": torch.arange(3)[None],
         "pixels": torch.randn(2, 3, dtype=torch.float32),
     }
-    message = travelled(messages.inputs_message(INFO, 2, 5, messages.pack_inputs(inputs)))
+    message = travelled(wire_forms.inputs_message(INFO, 2, 5, wire_forms.pack_inputs(inputs)))
     assert message.payload_bytes == (6 + 6 + 3) * 4 + 6 * 4
     assert message.body.ones == {"attention_mask": (2, 3)}
     assert {key: getattr(message.body, key) for key in ADDRESS} == ADDRESS
-    found = messages.inputs_of(message)
+    found = wire_forms.inputs_of(message)
     assert found.keys() == inputs.keys()
     for name, tensor in inputs.items():
         assert found[name].dtype == tensor.dtype
@@ -89,10 +89,10 @@ def test_inputs_are_sent_in_half_of_their_bytes_and_masks_in_none() -> None:
 )
 def test_mask_that_is_not_all_ones_travels(mask: torch.Tensor) -> None:
     message = travelled(
-        messages.inputs_message(INFO, 2, 5, messages.pack_inputs({"attention_mask": mask}))
+        wire_forms.inputs_message(INFO, 2, 5, wire_forms.pack_inputs({"attention_mask": mask}))
     )
     assert message.body.ones == {}
-    found = messages.inputs_of(message)["attention_mask"]
+    found = wire_forms.inputs_of(message)["attention_mask"]
     assert found.dtype == mask.dtype
     assert torch.equal(found, mask)
 
@@ -100,17 +100,17 @@ def test_mask_that_is_not_all_ones_travels(mask: torch.Tensor) -> None:
 def test_tensors_of_ones_that_are_no_mask_travel() -> None:
     labels = torch.ones(1, 3, dtype=torch.int64)
     message = travelled(
-        messages.inputs_message(INFO, 2, 5, messages.pack_inputs({"labels": labels}))
+        wire_forms.inputs_message(INFO, 2, 5, wire_forms.pack_inputs({"labels": labels}))
     )
     assert message.body.names == ("labels",)
-    assert torch.equal(messages.inputs_of(message)["labels"], labels)
+    assert torch.equal(wire_forms.inputs_of(message)["labels"], labels)
 
 
 def test_inputs_lie_in_memory_of_their_own() -> None:
     """Their message's buffer goes back at once."""
     inputs = {"pixels": torch.ones(3), "labels": torch.ones(1, 2, dtype=torch.int32)}
-    message = messages.inputs_message(INFO, 2, 5, messages.pack_inputs(inputs))
-    found = messages.inputs_of(message)
+    message = wire_forms.inputs_message(INFO, 2, 5, wire_forms.pack_inputs(inputs))
+    found = wire_forms.inputs_of(message)
     for tensor in inputs.values():
         tensor.zero_()
     assert all(bool((tensor == 1).all()) for tensor in found.values())
@@ -126,11 +126,11 @@ def test_gradient_norms_bring_bad_micro_batches_and_figures() -> None:
     }
     figures = {k: StageFigures(0.5, 0.25, 1, 2, k, 0.0, 0.125) for k in reports}
     report = HostReport(reports, figures, {2: 0.5}, 7)
-    message = travelled(messages.gradient_norms_message(INFO, report))
+    message = travelled(wire_forms.gradient_norms_message(INFO, report))
     body = message.expect(GradientNorms)
     assert [(entry.index, entry.figures) for entry in body.stages] == list(figures.items())
     assert (body.round_trips, body.direct_bytes) == ((RoundTrip(2, 0.5),), 7)
-    arrived = messages.host_report(message)
+    arrived = wire_forms.host_report(message)
     assert (arrived.figures, arrived.round_trips, arrived.direct_bytes) == (figures, {2: 0.5}, 7)
     found = arrived.gradients
     assert list(found) == [1, 4]
@@ -142,9 +142,9 @@ def test_gradient_norms_bring_bad_micro_batches_and_figures() -> None:
 @pytest.mark.parametrize("names", [(), ("embed",), ("a", "b")])
 def test_commit_carries_the_weights_that_the_worker_has_ties_to(names: tuple[str, ...]) -> None:
     weights = {name: torch.full((2,), float(k)) for k, name in enumerate(names)}
-    message = travelled(messages.commit_message(Commit(3, 1, 1e-3, 0.25), weights))
+    message = travelled(wire_forms.commit_message(Commit(3, 1, 1e-3, 0.25), weights))
     assert message.body == Commit(3, 1, 1e-3, 0.25, names)
-    found = messages.tied_weights(message)
+    found = wire_forms.tied_weights(message)
     assert list(found) == list(names)
     assert all(torch.equal(found[name], weights[name]) for name in names)
 
@@ -152,8 +152,8 @@ def test_commit_carries_the_weights_that_the_worker_has_ties_to(names: tuple[str
 @pytest.mark.parametrize("kind", [State, LoadState])
 def test_part_of_a_state_arrives_as_it_was(kind: Any) -> None:
     part = StatePart({"a": torch.ones(2), "b": torch.zeros(0)}, {"step": 3}, last=True)
-    message = travelled(messages.part_message(kind, 2, "checkpoint", 7, part))
+    message = travelled(wire_forms.part_message(kind, 2, "checkpoint", 7, part))
     assert (message.body.stage, message.body.part) == (2, 7)
-    found = messages.state_part(message)
+    found = wire_forms.state_part(message)
     assert (list(found.tensors), found.values, found.last) == (["a", "b"], {"step": 3}, True)
     assert all(torch.equal(found.tensors[name], part.tensors[name]) for name in part.tensors)

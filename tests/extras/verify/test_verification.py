@@ -8,7 +8,7 @@ import pytest
 
 from hetero_framework.config import Config
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.extras.verify.verifying import ranges_from_cuts, verify_model
+from hetero_framework.extras.verify.verification import ranges_from_cuts, verify_model
 from hetero_framework.models.cut.tiny import tiny_config
 from tests.samples import save_llama
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_framework.data import load_data
-from hetero_framework.extras.observe.shown import shown_examples
+from hetero_framework.extras.observe.example_view import shown_examples
 from tests.installed import needs
 from tests.unit.data.test_conversations import CHAT, TOOLS
 from tests.unit.data_helpers import CHATML, make_config, tiny_tokenizer, write_jsonl

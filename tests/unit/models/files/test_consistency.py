@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from hetero_framework.config import ModelConfig
 from hetero_framework.errors import ModelError
 from hetero_framework.models.adapters.trainable import export_parts
+from hetero_framework.models.files.consistency import as_held
 from hetero_framework.models.files.export import OutputDirectory, write_checkpoint
-from hetero_framework.models.files.stated import as_held
 from tests.unit.adapter_helpers import chain_logits, save_model, shards, stock, stock_logits
 from tests.unit.models.files.test_export import load_cleanly
 

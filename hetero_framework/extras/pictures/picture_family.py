@@ -13,8 +13,8 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from hetero_framework.config import ModelConfig, TrainingConfig
 from hetero_framework.errors import ArchitectureError, DataError
 from hetero_framework.extras.chains.chain import INPUT, TARGET
+from hetero_framework.extras.chains.chain_family import Chains, forms_of
 from hetero_framework.extras.chains.chain_objective import ChainLoss
-from hetero_framework.extras.chains.family import Chains, forms_of
 from hetero_framework.extras.classification.heads import set_labels
 from hetero_framework.extras.pictures.image_chain import ImageConfig
 from hetero_framework.models.cut.shard import stated

@@ -20,7 +20,7 @@ from hetero_framework.data.sources import find_sources
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.errors import ConfigError, DataError, UserError
 from hetero_framework.trainer.coordinator import train
-from hetero_framework.trainer.given import with_objects
+from hetero_framework.trainer.python_data import with_objects
 from tests.alone import Alone
 from tests.installed import needs
 
