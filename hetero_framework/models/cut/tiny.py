@@ -86,7 +86,7 @@ _WIDTHS: dict[str, int] = {
 
 # Counts that stay as they are when small already.
 _AT_MOST: dict[str, int] = {
-    **_all("num_experts_per_tok num_experts_per_token moe_topk moe_k num_experts_per_token", 2),
+    **_all("num_experts_per_tok num_experts_per_token moe_topk moe_k", 2),
     **_all("n_mamba_heads", 8),
     **_all("n_group num_expert_group", 2),
     **_all("topk_group", 1),

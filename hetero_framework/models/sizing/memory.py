@@ -695,10 +695,15 @@ def _layer_bytes(layer: int, shapes: Shapes, c: int, row_tokens: int) -> int:
     return int(ACTIVATION_MARGIN * c * numbers + upcast + attention)
 
 
+_EXPERTS_PER_TOKEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
+    *("moe_topk", "moe_top_k", "moe_k", "top_k"),
+)
+
+
 def experts_per_token(text: PretrainedConfig) -> int:
     """How many experts a token visits; 1 for a model without experts."""
-    names = ("num_experts_per_tok", "numexperts_per_token", "moe_topk", "top_k")
-    values = (getattr(text, name, None) for name in names)
+    values = (getattr(text, name, None) for name in _EXPERTS_PER_TOKEN)
     return next((value for value in values if isinstance(value, int) and value > 0), 1)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from hetero_framework.config import AdapterConfig, Config, StageSpec
 from hetero_framework.engine.optimizer import build_optimizer
@@ -23,6 +24,7 @@ from hetero_framework.models.sizing.footprint import PeakMemory
 from hetero_framework.models.sizing.memory import (
     StageMemory,
     estimate_memory,
+    experts_per_token,
     in_flight_limits,
     offload_layers,
     recompute_stages,
@@ -420,3 +422,18 @@ def test_stored_attention_in_one_row_is_over_all_its_tokens(tmp_path: Path) -> N
     more = 24 * 24 - 2 * 12 * 12
     assert stored("sdpa", True) - stored("sdpa", False) < more * 32
     assert stored("eager", True) - stored("eager", False) >= 4 * 4 * 4 * more
+
+
+EXPERTS = [
+    *[
+        ("mixtral", "num_experts_per_tok"),
+        ("hunyuan_v1_moe", "moe_topk"),
+        ("aria_text", "moe_topk"),
+    ],
+    *[("gemma4_text", "top_k_experts"), ("longcat_flash", "moe_topk"), ("ernie4_5_moe", "moe_k")],
+]
+
+
+@pytest.mark.parametrize(("model_type", "name"), EXPERTS)
+def test_the_experts_of_a_token_are_those_of_the_configuration(model_type: str, name: str) -> None:
+    assert experts_per_token(CONFIG_MAPPING[model_type](**{name: 5})) == 5
