@@ -741,7 +741,7 @@ class TrainingConfig(Section):
     """Directory of the results (relative to this file): adapter or checkpoint, metrics.jsonl,
     diagram, logs. Elsewhere: out_dir, save_dir."""
     objective: Annotated[Name, IDENTITY] = "sft"
-    """What the model learns. "sft": the next token of texts; "dpo", "orpo" and "cpo": the chosen
+    """The kind of training. "sft": the next token of texts; "dpo", "orpo" and "cpo": the chosen
     answer of a pair rather than the rejected one; "kto": answers that are rated one by one;
     "reward": a number for each answer; "classification", "token-classification": labels. --import
     may register others."""

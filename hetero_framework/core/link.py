@@ -394,7 +394,8 @@ class Link:
             drop_sent(segment, sent)
             outgoing.left -= sent
             if outgoing.lane is not None:
-                self._bandwidth.wrote(outgoing, sent)
+                with self._lock:  # the reader thread grants turns and sets the pace
+                    self._bandwidth.wrote(outgoing, sent)
             now = time.monotonic()
             if sent:
                 since = now

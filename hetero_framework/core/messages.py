@@ -239,7 +239,7 @@ class Step(OfStep):
     to the other worker. `tasks` is the order of the worker's tasks in a training step; `sends` and
     `receives` are the orders of the tensors on its network. An entry is twice the stage (of a
     tensor, the stage that receives it), plus 1 for a backward, and stands once for each
-    micro-batch. What is missing goes last: backwards before forwards, the oldest first. A task or
+    micro-batch. Missing ones go last: backwards before forwards, the oldest first. A task or
     tensor that is ready out of turn waits `order_timeout_s` for the one whose turn it is. With
     `summed` the gradients of other replicas are added before norms are taken: GRADIENTS comes
     first, and LOAD_STATE for each stage. Random numbers are those of a step in which

@@ -1,4 +1,4 @@
-"""What visits a device for a time: streamed layers in slots, and groups of optimizer states."""
+"""Visitors of a device: streamed layers in slots, and groups of optimizer states."""
 
 from __future__ import annotations
 
