@@ -138,7 +138,7 @@ def _mib(nbytes: int) -> str:
 def _streaming(
     here: Sequence[StageMemory], owners: Collection[int | str], free: int, facts: Facts
 ) -> list[str]:
-    """Advice on how many layers to stream for the stages of a device to fit; empty if none helps."""
+    """Advice on how many layers to stream so that a device's stages fit; empty if none helps."""
     room = {m.index: facts[m.stage.owner].host_free for m in here}
     counts = offload_layers(here, [k for k in room if room[k] is not None], [(owners, free)])
     there = [m.offloading(counts.get(m.index) or m.offload) for m in here]
