@@ -18,7 +18,7 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.devices import Device
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
-from hetero_framework.core.threads import in_background, wait_for
+from hetero_framework.core.threads import wait_for
 from hetero_framework.engine.boundary_io import ArrivalMeter
 from hetero_framework.engine.hosts import StepResults
 from hetero_framework.engine.pipeline import Pipeline, StageStatistics
@@ -161,9 +161,7 @@ class LoadedPipeline:
             max_in_flight=config.training.max_in_flight,
             memory_limits=memory_limits,
             planned=plan_times,
-            run=self._tune,
         )
-        self._tuning: Future[None] | None = None
         self.forecast: TunedSchedule | None = None
         """The prediction for the step that began last; None while no times are known."""
         results = StepResults()
@@ -212,10 +210,6 @@ class LoadedPipeline:
         """Boundaries with a link from worker to worker, by the number of the stage before each."""
         return self._boundaries.direct(self._links.direct.open)
 
-    def _tune(self, job: Callable[[], None]) -> None:
-        """Run a job of the tuner in the background; steps take its latest result."""
-        self._tuning = in_background(job, "tune")
-
     def attempt(
         self, info: StepInfo, batches: Sequence[Tensors], group: GradientSum | None = None
     ) -> Gradients:
@@ -226,11 +220,8 @@ class LoadedPipeline:
         return losses, *self.pipeline.report_gradients()
 
     def begin(self, info: StepInfo, group: GradientSum | None = None) -> None:
-        """Announce an attempt at a step to every stage, with the best schedule known so far; give
-        the attempt its number. `group` gets the gradients of a summed step. Raises an error of an
-        earlier step's tuning."""
-        if self._tuning is not None and self._tuning.done():
-            self._tuning.result()
+        """Announce an attempt at a step to every stage, with the best schedule known so far; its
+        number is set here. `group` gets the gradients of a step that is summed."""
         info = replace(info, attempt=next(self._attempts), summed=group is not None)
         text = "step %d, attempt %d: %d micro-batches"
         _log.debug(text, info.step + 1, info.attempt, info.micro_batches)

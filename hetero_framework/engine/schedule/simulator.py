@@ -39,12 +39,6 @@ class Edge:
     latency_s: float = 0.0
     relay: int | None = None
 
-    def slower(self, factor: float) -> Edge:
-        """The edge with all times multiplied by `factor`."""
-        return Edge(
-            factor * self.forward_s, factor * self.backward_s, factor * self.latency_s, self.relay
-        )
-
 
 @dataclass(frozen=True)
 class Profile:
@@ -143,16 +137,15 @@ def simulate(
     *,
     policy: Policy = BACKWARD_FIRST,
     in_flight_limits: Sequence[int] | None = None,
-    spread: float = 0.0,
     spans: list[SimulatedSpan] | None = None,
 ) -> Simulation:
     """Simulate a step of a profile, measured or estimated.
 
-    `in_flight_limits[k]` is how many forwards stage k may store (default: `max_in_flight`). With
-    `spread` each task and transfer takes up to that share more or less, always the same. The last
-    stage does forward and backward of a micro-batch as one task, as in the engine. A tensor passes
-    the NICs of both its ends at once. A relay sends it on while it comes in, or keeps it until its
-    way is free. `spans` gets tasks and transfers. Raises ValueError for a limit below one.
+    `in_flight_limits[k]` is how many forwards stage k may store, by default `max_in_flight`. The
+    last stage does forward and backward of a micro-batch as one task, as the real one does. A
+    tensor passes the NICs of both its ends at once; a relay sends it on while it comes in, or keeps
+    it until there is room on its way. `spans` gets tasks and transfers. Raises ValueError for a
+    limit below one.
     """
     if max_in_flight < 1 or (in_flight_limits is not None and min(in_flight_limits) < 1):
         raise ValueError("an in-flight limit smaller than one micro-batch never starts")
@@ -163,7 +156,7 @@ def simulate(
     readiness = {device: Readiness(stages, policy) for device, stages in limits.items()}
     admission = Admission(micro_batches, max_in_flight)
     nics = _NicQueues(profile)
-    return _Simulator(profile, micro_batches, admission, readiness, nics, spread, spans).run()
+    return _Simulator(profile, micro_batches, admission, readiness, nics, spans).run()
 
 
 class _Lane:
@@ -268,7 +261,6 @@ class _Simulator:
         admission: Admission,
         readiness: Mapping[int, Readiness],  # of each device
         nics: _NicQueues,
-        spread: float,
         spans: list[SimulatedSpan] | None,
     ) -> None:
         self._spans = spans
@@ -277,7 +269,6 @@ class _Simulator:
         self._admission = admission
         self._readiness = readiness
         self._nics = nics
-        self._spread = spread
         self._last = last = profile.num_stages - 1
         forward_s, backward_s = profile.forward_s, profile.backward_s
         both_s = (*forward_s[:last], forward_s[last] + backward_s[last])
@@ -338,10 +329,7 @@ class _Simulator:
 
     def _cross(self, now: float, lane: _Lane) -> None:
         task = self._nics.take(lane)
-        seconds = lane.seconds
-        if self._spread:
-            seconds *= self._factor(task, is_transfer=True)
-        end = now + seconds
+        end = now + lane.seconds
         if lane.whole_at:
             end = max(end, lane.whole_at.pop(task, now))
         if self._spans is not None:
@@ -376,19 +364,8 @@ class _Simulator:
             return
         readiness.start(task, stores=task.kind == FORWARD)
         cost = self._seconds[task.kind][task.stage]
-        if self._spread:
-            cost *= self._factor(task)
         self._busy_s[device] += cost
         if self._spans is not None:
             self._spans.append(SimulatedSpan(task, now, now + cost))
         self._idle[device] = False
         self._post(now + cost, self._ended, task)
-
-    def _factor(self, task: Task, *, is_transfer: bool = False) -> float:
-        """The factor on a task's seconds, from 1 - spread to 1 + spread. It depends on the task
-        alone, so that schedules are compared under the same luck. Three primes tell stages,
-        micro-batches and kinds apart; 2**32 / golden ratio mixes them (Knuth's hash).
-        """
-        kind = 2 * (task.kind == BACKWARD) + is_transfer
-        mixed = (task.micro_batch * 7919 + task.stage * 104_729 + kind * 1_299_709) * 2_654_435_761
-        return 1.0 + self._spread * ((mixed % 2**32) / 2**31 - 1.0)

@@ -5,7 +5,7 @@ It changes only the order and the time of computations, never a number in the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -76,14 +76,11 @@ class Tuner:
         max_in_flight: int | None = None,
         memory_limits: Sequence[int] | None = None,
         planned: Profile | None = None,
-        run: Callable[[Callable[[], None]], None] = lambda job: job(),
     ) -> None:
-        """`run` does the tuning after an observation: at once, or in a thread while steps go on."""
         self._stages = list(stages)
         self._max_in_flight = max_in_flight
         self._memory_limits = memory_limits
         self._planned = planned
-        self._run = run
         self._seconds: dict[int, StageSeconds] = {}
         self._latency_s: dict[int, float] = {}
         self._observed = 0
@@ -97,9 +94,13 @@ class Tuner:
 
     def choice(self, micro_batches: int, direct: frozenset[int]) -> TunedSchedule:
         """The schedule of a step with these micro-batches and direct edges."""
-        if (wanted := (micro_batches, direct)) not in self._choices:
-            self._choices[wanted] = self._tuned(self.profile(direct), *wanted)
-        return self._choices[wanted]
+        if (key := (micro_batches, direct)) not in self._choices:
+            profile, most = self.profile(direct), self._max_in_flight
+            limits = self._memory_limits
+            tuned = tune(profile, micro_batches, max_in_flight=most, in_flight_limits=limits)
+            assumed = profile == assumed_profile(self._stages, direct)
+            self._choices[key] = replace(tuned, direct=direct, assumed=assumed)
+        return self._choices[key]
 
     def forecast(self, micro_batches: int, direct: frozenset[int]) -> TunedSchedule | None:
         """The choice that `choice` gives now; None while it rests on assumed times."""
@@ -119,19 +120,4 @@ class Tuner:
             self._seconds[k] = StageSeconds(*((1 - weight) * a + weight * b for a, b in pairs))
         self._latency_s.update(latency_s)
         if self._observed & (self._observed - 1) == 0:
-            now = self._observed
-            jobs = [(key, self.profile(key[1])) for key in self._choices]
-            self._run(lambda: self._retune(jobs, now))
-
-    def _retune(self, jobs: list[tuple[tuple[int, frozenset[int]], Profile]], now: int) -> None:
-        for key, profile in jobs:
-            choice = self._tuned(profile, *key)
-            _ = choice.schedule  # computed here, not while a step waits for it
-            if self._observed < 2 * now:  # else a later tuning has begun
-                self._choices[key] = choice
-
-    def _tuned(self, profile: Profile, micro_batches: int, direct: frozenset[int]) -> TunedSchedule:
-        most, limits = self._max_in_flight, self._memory_limits
-        tuned = tune(profile, micro_batches, max_in_flight=most, in_flight_limits=limits)
-        assumed = profile == assumed_profile(self._stages, direct)
-        return replace(tuned, direct=direct, assumed=assumed)
+            self._choices.clear()

@@ -546,8 +546,5 @@ def evaluated(
     if limits is None:
         return None
     profile, m = fleet.pipeline(layout), fleet.micro_batches
-    if max_in_flight is None:
-        # The plan names it, and the run then tunes the rest.
-        max_in_flight = tune(profile, m, in_flight_limits=limits).max_in_flight
     schedule = tune(profile, m, max_in_flight=max_in_flight, in_flight_limits=limits)
     return Evaluated(fleet, layout, schedule)

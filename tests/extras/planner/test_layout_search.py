@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
+from benchmarks.fleets import GIGABIT, random_fleet
+from hetero_framework.extras.planner import FleetProfile, evaluate, layout_search, plan
 from hetero_framework.extras.planner import layout as evaluated_layouts
-from hetero_framework.extras.planner import plan
 from hetero_framework.extras.planner.layout import Evaluated, Part, Rules, evaluated, has_chunks
 from hetero_framework.extras.planner.layout_search import Search
-from hetero_framework.extras.planner.search import initial_layouts, moves
 from tests.extras.planner.fleets import GB, device, fleet_of, rules_of
 
 UNLIKE = fleet_of(
@@ -67,10 +68,11 @@ def test_a_search_without_a_fitting_layout_returns_none() -> None:
     assert Search(rules_of(small, chunks=True)).run() is None
 
 
-def test_a_search_may_be_of_a_part_of_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initial_layouts, "_MOST_DEVICES", 2)
-    found = searched(rules_of(UNLIKE))
-    assert len({part.device for part in found.layout}) <= 2
+def test_of_too_many_devices_the_quickest_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_search, "_MOST_DEVICES", 2)
+    slow = [device(k, layer_forward_s=0.1) for k in (1, 3)]
+    found = searched(rules_of(fleet_of(device("local", layer_forward_s=0.2), *slow, device(2))))
+    assert {found.fleet.ids[part.device] for part in found.layout} <= {"local", 2}
 
 
 def test_pins_are_kept() -> None:
@@ -79,20 +81,72 @@ def test_pins_are_kept() -> None:
     assert [p[:3] for p in searched(rules).layout if p.device == 2] == [(2, 2, 4)]
 
 
-def test_profiles_are_compared_by_layers_moved_between_the_same_stages() -> None:
-    rules = rules_of(UNLIKE)
-    best = searched(rules)
-    assert len(best.layout) == 3
-    uneven = moves.recut(best.layout, [6, 1, 1])
-    by_hand = evaluated(rules.fleet, uneven)
-    assert by_hand is not None
-    assert by_hand.seconds > 1.1 * best.seconds
-    assert Search(rules).evened_s(uneven) == pytest.approx(best.seconds, rel=0.02)
+def test_a_score_grows_with_the_machines_near_the_bound() -> None:
+    """A machine alone at its bound is the score; two near it count more."""
+    search = Search(rules_of(fleet_of(device("local"), device(1), speed=1e15)))
+    search._stages_left = 100
+    uneven, even = (search._score(one) for one in ((Part(0, 0, 8),), HALVES))
+    assert uneven == pytest.approx(search._scores[(Part(0, 0, 8),)][1], rel=0.01)
+    assert 1.002 < even / search._scores[HALVES][1] < 1.05
+    search._stages_left = 0
+    assert search._score((Part(0, 0, 3), Part(1, 3, 8))) == math.inf
+    assert search._score(HALVES) == even  # known
 
 
-def test_a_layout_that_no_move_makes_fit_takes_infinitely_long() -> None:
-    small = rules_of(fleet_of(*(device(k or "local", memory_bytes=3 * GB) for k in range(2))))
-    assert Search(small).evened_s(HALVES) == math.inf
+def test_a_climb_ends_where_no_neighbour_is_better() -> None:
+    search = Search(rules_of(UNLIKE))
+    search._stages_left = 100_000
+    bad = (Part(0, 0, 6), Part(2, 6, 7, direct=True), Part(1, 7, 8, direct=True))
+    found = search._climb(bad)
+    assert search._score(found) < 0.8 * search._score(bad)
+    assert all(search._score(one) >= search._score(found) for one in search._evening(found))
+
+
+def test_layouts_that_cannot_be_the_fastest_are_not_simulated() -> None:
+    search = Search(rules_of(UNLIKE))
+    search._stages_left = 100_000
+    best = searched(rules_of(UNLIKE)).layout
+    assert search._look(best) < math.inf
+    assert search._look((Part(0, 0, 8),)) == math.inf
+    assert [*search._steps] == [best]
+
+
+def random_fleet_of(number: int) -> FleetProfile:
+    """A fleet of which more freedom once made the plan longer, or a better plan was known."""
+    draw = random.Random(1000 + number)
+    devices, layers = draw.randint(2, 8), draw.choice([20, 28, 32, 40, 48, 64, 80])
+    speeds = [GIGABIT / 10, GIGABIT, GIGABIT]
+    micro_batches = draw.choice([8, 16, 32])
+    return random_fleet(draw, devices, layers, micro_batches, speeds=speeds, direct=0.8)
+
+
+def test_a_split_that_needs_all_its_moves_is_found() -> None:
+    """No single layer moved after the split is better by its bound, so it has to be simulated."""
+    profile = random_fleet_of(12)
+    known = [("local", 0, 6), (2, 6, 18), ("local", 18, 24), (1, 24, 28)]
+    given = evaluate(profile, [{"id": d, "start": a, "end": b} for d, a, b in known])
+    assert plan(profile).predicted_step_s <= given.predicted_step_s
+
+
+@pytest.mark.parametrize(
+    "number", [*(pytest.param(k, marks=pytest.mark.long) for k in (0, 2, 12)), 4]
+)
+def test_chunks_never_make_a_plan_longer(number: int) -> None:
+    profile = random_fleet_of(number)
+    without = plan(profile, allow=["checkpointing"])
+    assert plan(profile).predicted_step_s <= without.predicted_step_s
+
+
+@pytest.mark.long
+def test_with_many_unlike_devices_the_first_ones_come_again() -> None:
+    times = enumerate((1, 2, 3, 4, 1.5, 2.5, 3.5, 3, 2, 4))
+    devices = (
+        device(k or "local", layer_forward_s=0.01 * s, layer_backward_s=0.02 * s) for k, s in times
+    )
+    profile = fleet_of(*devices, layers=40, micro_batches=12)
+    simple, found = (searched(rules_of(profile, chunks=chunks)) for chunks in (False, True))
+    assert has_chunks(found.layout)
+    assert found.seconds < 0.93 * simple.seconds
 
 
 # ---- memory so tight that the programme finds nothing

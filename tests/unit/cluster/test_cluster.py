@@ -32,7 +32,7 @@ from hetero_framework.core.messages import (
 )
 from hetero_framework.engine.hosts import DirectLost, HostEvent, LinkLost, StagesLost, WorkerLeaving
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
-from hetero_framework.engine.stage_api import Residence, StepInfo
+from hetero_framework.engine.stage_api import Residence
 from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly, UserError
 from hetero_framework.security.access import Plaintext
 
@@ -455,17 +455,3 @@ def test_direct_link_that_cannot_be_had_is_an_error_where_it_was_asked_for(links
 def test_input_needs_a_gradient_where_something_before_is_trained() -> None:
     parameter = [("w", (0,))]
     assert gradient_needs([[], parameter, [], parameter]) == [False, False, True, True]
-
-
-@pytest.mark.usefixtures("one_plan")
-def test_an_error_in_the_tuning_thread_is_raised_by_the_next_step(links: Links) -> None:
-    def broken() -> None:
-        raise ZeroDivisionError("a bug")
-
-    links.events = [ready(2), ready(1)]
-    made = started(links).assemble(config())
-    made._tune(broken)
-    assert made._tuning is not None
-    assert isinstance(made._tuning.exception(10.0), ZeroDivisionError)
-    with pytest.raises(ZeroDivisionError, match="a bug"):
-        made.begin(StepInfo(0, 0, True, 1, 1))

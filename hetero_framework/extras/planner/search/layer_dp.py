@@ -19,15 +19,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from hetero_framework.extras.planner.layout import Fleet, Layout, Part, Rules, longest
+from hetero_framework.extras.planner.layout import Layout, Part, Rules, longest
 
 _ROUNDING = 1e-12
 _BEAM = 2_000  # partial layouts that are kept, for all pairs of devices together
 _LEAST_BEAM = 12  # of more than 12 devices
-_RELAYED = 8
-"""Workers tried behind one to which they have no link, where it has links to others. Twice as many
-make the programme up to twice as long in sparse fleets; with half as many a quick worker may
-be missed."""
+_RELAYED = 8  # workers tried behind one to which they have no link, where it has links to others
 
 
 class _Front(NamedTuple):
@@ -46,25 +43,15 @@ class _Front(NamedTuple):
     rate: float
 
 
-class _StagePosition(NamedTuple):
-    """A stage's position: the stages in front, the most in all, whether it has the head, and the
-    layers that have to stay for others."""
-
-    number: int
-    most: int
-    last: bool
-    leave: int = 0
-
-
 class LayerProgramme:
     """The dynamic programme. `depth` is the share of a full pipeline's micro-batches in a stage
     that is counted: 1 all of them, 0 one, for fleets without the memory for more."""
 
-    def __init__(self, rules: Rules, *, depth: float = 1.0, beam: int | None = None) -> None:
+    def __init__(self, rules: Rules, *, depth: float = 1.0) -> None:
         self._rules = rules
         self._fleet = fleet = rules.fleet
         self._depth = depth
-        self._beam = beam or max(_LEAST_BEAM, _BEAM // len(rules.devices) ** 2)
+        self._beam = max(_LEAST_BEAM, _BEAM // len(rules.devices) ** 2)
         self._pin_starts = sorted(start for start, _ in rules.pins.values())
         self._short = [
             fleet.is_short_of_memory(Part(d, 0, fleet.layers)) for d in range(len(fleet.costs))
@@ -78,6 +65,8 @@ class LayerProgramme:
         ]
         self._rate = {d: 1 / max(fleet.layer_s(d), _ROUNDING) for d in rules.devices}
         self._empty = _Front(0, 0.0, frozenset(), (), 0.0, 0.0, 0.0, sum(self._rate.values()))
+        ends = fleet.costs[0].device
+        self._embedding_s = ends.embedding_forward_s + ends.embedding_backward_s
         self._quickest = sorted(rules.devices, key=fleet.layer_s)
 
     @property
@@ -88,22 +77,18 @@ class LayerProgramme:
     def layouts(self, step_s: float) -> Iterator[Layout]:
         """Layouts for a step of `step_s` seconds, those with fewer stages first; none of them uses
         a device twice."""
-        most = len(self._rules.devices)
-        fronts = [self._empty]
-        for number in range(most):
-            inner, last = _StagePosition(number, most, False), _StagePosition(number, most, True)
+        fronts, m = [self._empty], self._fleet.micro_batches
+        for behind in reversed(range(len(self._rules.devices))):
             reached: dict[tuple[frozenset[int], int], tuple[float, _Front]] = {}
             for front in fronts:
                 for d in self._following(front):
-                    whole = self._extended(front, d, step_s, last)
-                    if whole is not None:
+                    if whole := self._extended(front, d, step_s, behind, last=True):
                         yield whole.parts
-                    longer = self._extended(front, d, step_s, inner)
-                    if longer is None:
-                        continue
-                    key, value = (longer.used, d), self._promise(longer, step_s)
-                    if key not in reached or value > reached[key][0]:
-                        reached[key] = (value, longer)
+                    if longer := self._extended(front, d, step_s, behind):
+                        # And what the unused devices could hold in the remaining time.
+                        value = longer.end + longer.rate * (step_s - longer.wait_s) / m
+                        if value > reached.get((longer.used, d), (-math.inf,))[0]:
+                            reached[longer.used, d] = value, longer
             best = heapq.nlargest(self._beam, reached.values(), key=lambda entry: entry[0])
             fronts = [front for _, front in best]
 
@@ -111,10 +96,9 @@ class LayerProgramme:
         """The layout of these devices in this order for a step of `step_s` seconds; None where
         there is none."""
         front = self._empty
-        for number, d in enumerate(order):
-            behind = len(order) - 1 - number
-            place = _StagePosition(number, len(order), not behind, max(0, behind - 1))
-            longer = self._extended(front, d, step_s, place)
+        for behind, d in zip(reversed(range(len(order))), order, strict=True):
+            leave = max(0, behind - 1)
+            longer = self._extended(front, d, step_s, behind, last=not behind, leave=leave)
             if longer is None:
                 return None
             front = longer
@@ -126,29 +110,31 @@ class LayerProgramme:
         if not front.parts:
             yield 0
             return
-        tried = set()
-        relayed = 0
+        tried, relayed = set(), 0
         linked = self._fleet.linked[front.parts[-1].device]
         for d in self._quickest:
             if linked and d not in linked:
                 relayed += d not in front.used
                 if relayed > _RELAYED and d not in self._rules.pins:
                     continue
-            kind = self._rules.kinds[d]
-            if d and d not in front.used and kind not in tried:
+            if d and d not in front.used and (kind := self._rules.kinds[d]) not in tried:
                 tried.add(kind)
                 yield d
 
-    def _promise(self, front: _Front, step_s: float) -> float:
-        """Layers placed, plus those that the unused devices could hold in the remaining time."""
-        return front.end + front.rate * (step_s - front.wait_s) / self._fleet.micro_batches
-
     def _extended(
-        self, front: _Front, d: int, step_s: float, place: _StagePosition
+        self,
+        front: _Front,
+        d: int,
+        step_s: float,
+        behind: int,
+        *,
+        last: bool = False,
+        leave: int = 0,
     ) -> _Front | None:
-        """The front with a stage on device d: all layers left if it is the last one, else as many
-        as it can take. None where it can take none, or where a NIC (of the stage in front, of this
-        one, of the coordinator) would carry more than T / m seconds of each micro-batch."""
+        """The front with a stage on device d, at most `behind` others behind it: all layers left if
+        it is the `last` one, else as many as it can take but `leave`. None where it can take none,
+        or where a NIC (of the stage in front, of this one, of the coordinator) would carry more
+        than T / m seconds of each micro-batch."""
         m, wait_s = self._fleet.micro_batches, front.wait_s
         pace_s = step_s / m
         in_s = out_s = 0.0
@@ -164,10 +150,17 @@ class LayerProgramme:
             full = max(front.in_s + out_s, front.out_s + in_s, in_s, out_s, relayed_s + first_s)
             if full > pace_s + _ROUNDING:
                 return None
-        spare_s = (step_s - wait_s) / m
-        part = self._take(d, front.end, spare_s, place)
-        if part is None:
+        span = self._wanted(d, front.end, last, leave)
+        if span is None:
             return None
+        held = 1 if last else max(1, math.ceil(self._depth * (behind + 1)))
+        held, spare_s = min(held, m), (step_s - wait_s) / m
+        modes = (False, True) if self._rules.checkpointing and self._short[d] else (False,)
+        parts = [self._reach(d, front.end, span[1], held, on, spare_s, last) for on in modes]
+        fitting = [part for part in parts if part is not None and part.end >= span[0]]
+        if not fitting:
+            return None
+        part = max(fitting, key=lambda part: part.end)
         wait_s += self._busy_s(part) + (self._embedding_s if d == 0 else 0.0)
         return _Front(
             part.end,
@@ -186,40 +179,18 @@ class LayerProgramme:
         sums = self._sums[part.device][part.recompute]
         return sums[part.end] - sums[part.start]
 
-    @property
-    def _embedding_s(self) -> float:
-        device = self._fleet.costs[0].device
-        return device.embedding_forward_s + device.embedding_backward_s
-
-    def _take(self, d: int, start: int, spare_s: float, place: _StagePosition) -> Part | None:
-        """The layers from `start` on that device d can take in `spare_s` per micro-batch."""
-        wanted = self._wanted(d, start, place)
-        if wanted is None:
-            return None
-        behind = place.most - place.number
-        held = 1 if place.last else max(1, math.ceil(self._depth * behind))
-        held = min(held, self._fleet.micro_batches)
-        least, best = wanted[0], None
-        for recompute in (False, True) if self._rules.checkpointing else (False,):
-            part = self._reach(d, start, wanted[1], held, recompute, spare_s, place.last)
-            if part is not None and part.end >= least and (best is None or part.end > best.end):
-                best = part
-            if not self._short[d]:
-                break
-        return best
-
-    def _wanted(self, d: int, start: int, place: _StagePosition) -> tuple[int, int] | None:
+    def _wanted(self, d: int, start: int, last: bool, leave: int) -> tuple[int, int] | None:
         """The least and the most that the stage of device d may end at."""
         layers = self._fleet.layers
         limit = next((pin for pin in self._pin_starts if pin >= start), layers)
         pin = self._rules.pins.get(d)
         if pin is not None:
-            fits = pin[0] == start and (pin[1] == layers or not place.last)
+            fits = pin[0] == start and (pin[1] == layers or not last)
             return (pin[1], pin[1]) if fits else None
-        if place.last:
+        if last:
             return (layers, layers) if limit == layers else None
         least = start if d == 0 else start + 1
-        limit = min(limit, layers - place.leave)
+        limit = min(limit, layers - leave)
         return (least, limit) if least <= limit else None
 
     def _reach(
@@ -267,20 +238,3 @@ class LayerProgramme:
 
         most = longest(lambda layers: streamed(layers) is not None, in_time - start, True)
         return (streamed(most) if most > end - start else None) or resident
-
-
-def step_range(fleet: Fleet, devices: Sequence[int]) -> tuple[float, float]:
-    """Lower and upper bound of a step in seconds: the devices sharing it perfectly, which takes
-    1 / sum(1 / step alone), and the slowest device alone."""
-
-    def alone(d: int, recompute: bool) -> float:
-        costs = fleet.costs[d]
-        device, backward_s = costs.device, costs.recompute_s if recompute else costs.backward_s
-        ends = device.embedding_forward_s + device.embedding_backward_s
-        ends += device.head_forward_s + device.head_backward_s
-        return costs.forward_s[-1] + backward_s[-1] + ends * recompute
-
-    fastest = [alone(d, False) for d in devices]
-    least = 1 / sum(1 / seconds for seconds in fastest) if min(fastest) > 0 else 0.0
-    m = fleet.micro_batches
-    return m * least, m * max(alone(d, True) for d in devices)

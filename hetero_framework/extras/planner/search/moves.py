@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from hetero_framework.extras.planner.layout import Layout, Part, Rules
+from hetero_framework.extras.planner.layout import Fleet, Layout, Part, Rules
 from hetero_framework.extras.planner.search.layer_dp import LayerProgramme
 
+MANY = 8  # stages up to which all moves are looked at: there are as many as pairs of stages
 _HALVINGS = 6  # of a fifth of a step, to 0.3 % of it; each is one more cut of the same order
-_ALL_SWAPS = 8  # stages; in longer pipelines devices change places with the next two only
 _MOST_EXCHANGES = 48  # exchanges for unused devices, of which the quickest are tried
 
 
@@ -22,22 +23,24 @@ def recut(layout: Layout, counts: Sequence[int]) -> Layout:
     return tuple(parts)
 
 
-def shifted(
-    layout: Layout,
-    sources: Sequence[int] | None = None,
-    targets: Sequence[int] | None = None,
-    count: int = 1,
-) -> Iterator[Layout]:
-    """Layers moved from a stage (one of `sources`, or any) to another (of `targets`)."""
-    counts = [part.end - part.start for part in layout]
-    last = len(layout) - 1
-    every = range(len(layout))
-    pairs = product(every if sources is None else sources, every if targets is None else targets)
-    for source, target in pairs:
-        if source != target and counts[source] >= count + (source not in (0, last)):
+def shifted(fleet: Fleet, layout: Layout) -> Iterator[Layout]:
+    """One layer moved between any two stages; in a long pipeline from the busiest two devices to
+    the least busy ones."""
+    counts, last = [part.end - part.start for part in layout], len(layout) - 1
+    sources = targets = [*range(len(layout))]
+    if len(layout) > MANY:
+        profile = fleet.pipeline(layout)
+        loads = dict.fromkeys(profile.devices, 0.0)
+        for d, *work in zip(profile.devices, profile.forward_s, profile.backward_s, strict=True):
+            loads[d] += sum(work)
+        heavy = set(heapq.nlargest(2, loads, key=loads.__getitem__))
+        light = set(heapq.nsmallest(MANY, loads, key=loads.__getitem__))
+        sources, targets = ([k for k in sources if layout[k].device in x] for x in (heavy, light))
+    for source, target in product(sources, targets):
+        if source != target and counts[source] > (source not in (0, last)):
             moved = list(counts)
-            moved[source] -= count
-            moved[target] += count
+            moved[source] -= 1
+            moved[target] += 1
             yield recut(layout, moved)
 
 
@@ -61,11 +64,9 @@ def toggled(rules: Rules, layout: Layout) -> Iterator[Layout]:
                     yield _with(layout, k, part._replace(direct=direct))
 
 
-def reordered(
-    rules: Rules, programme: LayerProgramme, layout: Layout, step_s: float
-) -> Iterator[Layout]:
-    """Two devices exchanged, one replaced by an unused one, left out, or taken in; cut anew.
-    `step_s` is about the step of the layout."""
+def orders(rules: Rules, layout: Layout) -> Iterator[list[int]]:
+    """Devices without one of them, with one replaced by an unused one, two exchanged, or one taken
+    in; none where a device has several stages."""
     order = [part.device for part in layout]
     if len(set(order)) < len(order):
         return
@@ -73,22 +74,18 @@ def reordered(
     if len(order) * len(unused) > _MOST_EXCHANGES:
         fastest = sorted(unused.values(), key=rules.fleet.layer_s)
         unused = {d: d for d in fastest[: max(1, _MOST_EXCHANGES // len(order))]}
-    orders = []
+    reach = len(order) if len(order) <= MANY else 3
     for k in range(1, len(order)):
-        orders.append([*order[:k], *order[k + 1 :]])
-        orders += [[*order[:k], d, *order[k + 1 :]] for d in unused.values()]
-        for other in range(
-            k + 1, len(order) if len(order) <= _ALL_SWAPS else min(k + 3, len(order))
-        ):
+        yield [*order[:k], *order[k + 1 :]]
+        for d in unused.values():
+            yield [*order[:k], d, *order[k + 1 :]]
+        for other in range(k + 1, min(k + reach, len(order))):
             if rules.kinds[order[k]] != rules.kinds[order[other]]:
                 swapped = list(order)
                 swapped[k], swapped[other] = order[other], order[k]
-                orders.append(swapped)
-    for k in range(1, len(order) + 1):
-        orders += [[*order[:k], d, *order[k:]] for d in unused.values()]
-    for changed in orders:
-        if (neighbour := balanced(programme, changed, step_s)) is not None:
-            yield neighbour
+                yield swapped
+    for k, d in product(range(1, len(order) + 1), unused.values()):
+        yield [*order[:k], d, *order[k:]]
 
 
 def balanced(programme: LayerProgramme, order: Sequence[int], step_s: float) -> Layout | None:
@@ -128,20 +125,6 @@ def interleaved(rules: Rules, layout: Layout, chunks: int) -> Layout | None:
     return _built(rules, stages)
 
 
-def wrapped(rules: Rules, layout: Layout, front: int, share: float) -> Layout:
-    """The first `front` devices keep a share of their layers and have the others behind all, in the
-    same order: those behind them begin sooner, and they have something to do until gradients come
-    back."""
-    kept, behind = [], []
-    for k, part in enumerate(layout[:front]):
-        count = part.end - part.start
-        stays = min(count, max(1 if k else 0, round(share * count)))
-        kept.append((part, stays))
-        behind.append((part, count - stays))
-    rest = [(part, part.end - part.start) for part in layout[front:]]
-    return _built(rules, [*kept, *rest, *(stage for stage in behind if stage[1])])
-
-
 def split(rules: Rules, layout: Layout) -> Iterator[Layout]:
     """A new stage elsewhere with some layers of a stage: with all of them only from the first one,
     which keeps the embedding; with none only at the end, where the head is."""
@@ -157,16 +140,6 @@ def split(rules: Rules, layout: Layout) -> Iterator[Layout]:
                 for again in {False, part.recompute}:
                     new = (part._replace(recompute=again), taken)
                     yield _built(rules, [*rest[:place], new, *rest[place:]])
-
-
-def joined(rules: Rules, layout: Layout) -> Iterator[Layout]:
-    """One stage less: its layers go to another one of its device, or to a neighbour."""
-    stages = [(part, part.end - part.start) for part in layout]
-    for k, (part, count) in enumerate(stages):
-        for other, (taker, held) in enumerate(stages):
-            if k and (other in (k - 1, k + 1) or (taker.device == part.device and other != k)):
-                rest = [*stages[:other], (taker, held + count), *stages[other + 1 :]]
-                yield _built(rules, [*rest[:k], *rest[k + 1 :]])
 
 
 def _built(rules: Rules, stages: Sequence[tuple[Part, int]]) -> Layout:

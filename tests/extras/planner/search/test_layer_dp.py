@@ -5,15 +5,14 @@ from hypothesis import given, settings
 from hetero_framework.engine.schedule.bounds import step_bound
 from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.extras.planner.layout import Rules
-from hetero_framework.extras.planner.layout_search import Search
-from hetero_framework.extras.planner.search.initial_layouts import beginnings
+from hetero_framework.extras.planner.layout_search import Search, beginnings
 from hetero_framework.extras.planner.search.layer_dp import LayerProgramme
 from tests.extras.planner.fleets import GB, card, device, fleet_of, profiles_of_fleets, rules_of
 
 
 def test_layouts_of_equal_devices_are_even() -> None:
     rules = rules_of(fleet_of(*(device(k or "local") for k in range(4)), speed=1e12))
-    programme = LayerProgramme(rules, beam=50)
+    programme = LayerProgramme(rules)
     # 3 in front, 8 micro-batches of 2 layers, and a little for the links.
     found = list(programme.layouts((3 + 8) * 0.006 + 1e-4))
     assert [[part.end for part in layout] for layout in found] == [[2, 4, 6, 8]]
@@ -24,7 +23,7 @@ def test_a_pinned_device_takes_just_its_layers() -> None:
     profile = fleet_of(device("local"), device(1), device(2))
     base = rules_of(profile)
     rules = Rules(base.fleet, base.devices, {1: (2, 5)}, True, False)
-    found = list(LayerProgramme(rules, beam=50).layouts(1.0))
+    found = list(LayerProgramme(rules).layouts(1.0))
     assert found
     for layout in found:
         assert [(p.start, p.end) for p in layout if p.device == 1] == [(2, 5)]
@@ -33,7 +32,7 @@ def test_a_pinned_device_takes_just_its_layers() -> None:
 
 def test_along_keeps_the_order_of_devices() -> None:
     rules = rules_of(fleet_of(device("local"), device(1, layer_forward_s=0.01), device(2)))
-    programme = LayerProgramme(rules, beam=1)
+    programme = LayerProgramme(rules)
     layout = programme.along([0, 2, 1], 0.2)
     assert layout is not None
     assert [part.device for part in layout] == [0, 2, 1]
@@ -46,7 +45,7 @@ def test_along_keeps_the_order_of_devices() -> None:
 def test_layouts_are_whole_and_end_in_time(profile: FleetProfile) -> None:
     rules = rules_of(profile)
     fleet, step_s = rules.fleet, 0.3
-    for layout in LayerProgramme(rules, beam=20).layouts(step_s):
+    for layout in LayerProgramme(rules).layouts(step_s):
         assert layout[0].device == 0
         ends = [0, *(part.end for part in layout)]
         assert [part.start for part in layout] == ends[:-1]

@@ -8,17 +8,16 @@ from hypothesis import strategies as st
 
 from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.extras.planner.layout import Part
-from hetero_framework.extras.planner.search.initial_layouts import beginnings
+from hetero_framework.extras.planner.layout_search import beginnings
 from hetero_framework.extras.planner.search.layer_dp import LayerProgramme
 from hetero_framework.extras.planner.search.moves import (
     balanced,
     closed,
     interleaved,
-    joined,
+    orders,
     shifted,
     split,
     toggled,
-    wrapped,
 )
 from tests.extras.planner.fleets import GB, device, fleet_of, profiles_of_fleets, rules_of
 
@@ -32,9 +31,8 @@ def test_moves_keep_all_layers_and_only_ends_may_be_empty(
     for layout in beginnings(rules):
         if layout[-1].end < profile.layers:
             continue
-        made = [interleaved(rules, layout, chunks), *closed(rules, layout), *shifted(layout)]
-        made += [*shifted(layout, count=2), *split(rules, layout), *joined(rules, layout)]
-        made += [wrapped(rules, layout, n, 0.4) for n in range(len(layout) + 1)]
+        made = [interleaved(rules, layout, chunks), *closed(rules, layout)]
+        made += [*shifted(rules.fleet, layout), *split(rules, layout)]
         for found in filter(None, made):
             assert [part.start for part in found] == [0, *(part.end for part in found[:-1])]
             assert found[-1].end == profile.layers
@@ -51,16 +49,6 @@ def test_a_device_with_only_the_head_is_left_out_of_closed_layouts() -> None:
     ] == [[(0, 4), (2, 2), (0, 0)], [(0, 2), (2, 2), (0, 2)], [(0, 0), (2, 2), (0, 4)]]
 
 
-def test_the_first_devices_come_again_behind_all() -> None:
-    rules = rules_of(fleet_of(*(device(k or "local") for k in range(3)), layers=12), chunks=True)
-    layout = (Part(0, 0, 1), Part(1, 1, 6), Part(2, 6, 12, False, True))
-    made = [wrapped(rules, layout, 2, share) for share in (0.4, 0.0)]
-    assert [[(part.device, part.end - part.start) for part in found] for found in made] == [
-        [(0, 0), (1, 2), (2, 6), (0, 1), (1, 3)],
-        [(0, 0), (1, 1), (2, 6), (0, 1), (1, 4)],
-    ]
-
-
 def test_with_little_memory_all_stages_in_front_recompute_at_once() -> None:
     """One alone would win nothing: the one that stores fewest limits those behind it."""
     small, few = {"memory_bytes": 2.3 * GB}, {"layers": 6, "micro_batches": 8}
@@ -71,7 +59,7 @@ def test_with_little_memory_all_stages_in_front_recompute_at_once() -> None:
         assert max(again, default=0) == longest
 
 
-def test_a_stage_is_split_to_every_other_place_and_joined_again() -> None:
+def test_a_stage_is_split_to_every_other_place() -> None:
     rules = rules_of(fleet_of(device("local"), device(1), device(2), layers=6), chunks=True)
     layout = (Part(0, 0, 2), Part(1, 2, 4, False), Part(2, 4, 6, False, True))
     made = {tuple((p.device, p.end - p.start) for p in found) for found in split(rules, layout)}
@@ -85,11 +73,30 @@ def test_a_stage_is_split_to_every_other_place_and_joined_again() -> None:
         ((0, 2), (1, 2), (2, 2), (0, 0)),
         ((0, 2), (1, 2), (2, 2), (1, 0)),
     }
-    for found in split(rules, layout):
-        together = [tuple(p.end - p.start for p in one) for one in joined(rules, found)]
-        assert (2, 2, 2) in together
 
 
 def test_nothing_is_looked_for_without_a_step_to_begin_with() -> None:
     rules = rules_of(fleet_of(device("local", memory_bytes=2 * GB)))
     assert balanced(LayerProgramme(rules), [0], math.inf) is None
+
+
+def test_in_long_pipelines_the_busiest_devices_give_to_the_idlest() -> None:
+    devices = (device(k or "local", layer_forward_s=0.001 * (1 + (k == 3))) for k in range(9))
+    rules = rules_of(fleet_of(*devices, layers=27))
+    layout = tuple(Part(k, 3 * k, 3 * k + 3) for k in range(9))
+    every = [[part.end - part.start for part in one] for one in shifted(rules.fleet, layout)]
+    sources = {counts.index(2) for counts in every}
+    assert 3 in sources
+    assert len(sources) == 2
+    assert len(every) < 2 * 9
+
+
+def test_orders_change_one_device_or_two() -> None:
+    rules = rules_of(fleet_of(*(device(k or "local", head_forward_s=k) for k in range(4))))
+    found = [*orders(rules, (Part(0, 0, 3), Part(1, 3, 6), Part(2, 6, 8)))]
+    assert [0, 2] in found
+    assert [0, 2, 1] in found
+    assert [0, 3, 2] in found
+    assert [0, 1, 3, 2] in found
+    assert len(found) == 2 + 2 + 1 + 3
+    assert not [*orders(rules, (Part(0, 0, 3), Part(1, 3, 6), Part(0, 6, 8)))]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_framework.engine.schedule.bounds import step_bound
-from hetero_framework.engine.schedule.policies import by_depth, due_dates, portfolio
+from hetero_framework.engine.schedule.policies import by_depth, due_dates, forwards_ahead, portfolio
 from hetero_framework.engine.schedule.readiness import (
     BACKWARD,
     BACKWARD_FIRST,
@@ -14,7 +14,7 @@ from hetero_framework.engine.schedule.readiness import (
     Task,
 )
 from hetero_framework.engine.schedule.simulator import Edge, Profile, simulate
-from tests.unit.engine.schedule.profiles import SIMULATIONS, interleaved, profiles
+from tests.unit.engine.schedule.profiles import equal, interleaved, profiles
 
 MICRO_BATCHES = 6
 
@@ -76,10 +76,7 @@ def test_due_dates_reach_the_bound_where_the_front_has_second_stages_behind_all(
         assert simulate(profile, 16, 16, policy=policy).seconds > least * bound
 
 
-@SIMULATIONS
-@given(profiles(), st.integers(1, 12))
-def test_the_portfolio_begins_with_backward_first(profile: Profile, m: int) -> None:
-    first, *others = portfolio(profile, m)
-    assert first == BACKWARD_FIRST
-    assert all(len(policy.stages) == profile.num_stages for policy in others)
-    assert len(others) == (1 if profile.num_devices == profile.num_stages else 4)
+def test_the_portfolio_is_of_one_policy_where_each_device_has_one_stage() -> None:
+    assert portfolio(equal(3), 8) == (forwards_ahead(3),)
+    profile = interleaved(2, 2, 24, 48)
+    assert portfolio(profile, 8) == (due_dates(profile, 8, 0.75), by_depth(4))

@@ -35,7 +35,6 @@ def test_profile_knows_the_nics_of_tensors() -> None:
     assert profile.nics(2, FORWARD) == ((1, "out"), (0, "in"), (0, "out"), (2, "in"))
     assert profile.nics(2, BACKWARD) == ((2, "out"), (0, "in"), (0, "out"), (1, "in"))
     assert profile.nics(3, FORWARD) == ((2, "out"), (0, "in"))  # its relay is its end
-    assert edges[2].slower(2) == Edge(6, 10, 2, relay=0)
 
 
 # ---- the simulator against closed forms
@@ -185,10 +184,3 @@ def test_simulate_never_loses_to_serial_where_transfers_are_free(
     """Some device always works then."""
     serial = m * (sum(profile.forward_s) + sum(profile.backward_s))
     assert simulate(profile, m, max_in_flight, policy=policy).seconds <= serial
-
-
-def test_simulate_spread_is_the_same_each_time_and_bounded() -> None:
-    even = simulate(equal(1), 20, 20)
-    uneven = simulate(equal(1), 20, 20, spread=0.3)
-    assert uneven == simulate(equal(1), 20, 20, spread=0.3) != even
-    assert 0.7 * even.seconds < uneven.seconds < 1.3 * even.seconds

@@ -35,10 +35,15 @@ def test_a_fixed_order_grows_no_more_than_its_times(  # type: ignore[no-untyped-
     """As it may where a policy decides anew."""
     seconds, spans = spans_of(profile, m, policy=policy)
 
+    times = ("forward_s", "backward_s", "latency_s")
+
     def longer(times: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(s * dice.uniform(1, 1.1) for s in times)
 
-    edges = tuple(edge.slower(dice.uniform(1, 1.1)) for edge in profile.edges)
+    edges = tuple(
+        replace(edge, **dict(zip(times, longer(tuple(vars(edge)[n] for n in times)), strict=True)))
+        for edge in profile.edges
+    )
     forward_s, backward_s = longer(profile.forward_s), longer(profile.backward_s)
     slower = replace(profile, forward_s=forward_s, backward_s=backward_s, edges=edges)
     assert seconds - 1e-9 <= retimed(slower, spans) <= 1.1 * seconds + 1e-9
