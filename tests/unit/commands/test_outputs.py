@@ -158,27 +158,6 @@ def test_default_names_are_no_exception(folder: Path) -> None:
         assert main([*words, "--overwrite"]) == 0
 
 
-@needs("convert")
-def test_rows_that_a_conversion_writes_are_outputs_too(folder: Path) -> None:
-    data = folder / "data"
-    data.mkdir()
-    (data / "rows.json").write_text('[{"instruction": "a", "input": "", "output": "b"}]')
-    (data / "dataset_info.json").write_text('{"ok": {"file_name": "rows.json"}}')
-    recipe = {"model_name_or_path": "m", "dataset": "ok", "dataset_dir": "data", "stage": "sft"}
-    recipe |= {"template": "llama3", "finetuning_type": "lora", "do_train": True}
-    (folder / "in" / "recipe.yml").write_text(json.dumps(recipe))
-    words, side = ["convert", "in/recipe.yml", "-o", "out.json"], folder / "out.ok.jsonl"
-    os.link(folder / "precious", side)
-    assert main(words) == 2
-    assert not (folder / "out.json").exists()
-    assert main([*words, "--overwrite"]) == 0
-    assert '"assistant"' in side.read_text()
-    assert (folder / "precious").read_text() == "precious"
-    source = (data / "rows.json").read_bytes()
-    assert main([*words[:2], "-o", "data/rows.json", "--overwrite"]) == 2
-    assert (data / "rows.json").read_bytes() == source
-
-
 @needs("talking")
 def test_a_machine_without_a_role_generates_alone(
     folder: Path, capsys: pytest.CaptureFixture[str]
