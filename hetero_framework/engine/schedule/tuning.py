@@ -19,10 +19,6 @@ from hetero_framework.engine.schedule.simulator import (
 )
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
 
-_SPARE = 4
-"""The fewest forwards that a stage stores beside those on their way, but for the last stage: edges
-and tasks may take longer than measured."""
-
 
 @dataclass(frozen=True)
 class TunedSchedule:
@@ -111,7 +107,8 @@ def tune(
 
 def _limits(profile: Profile) -> list[int]:
     """How many forwards each stage stores at the pace of the busiest device or NIC: those that are
-    on their way from it to the end and back (Little's law), and 2 p to spare."""
+    on their way from it to the end and back (Little's law), and two to spare for each stage after
+    it, since edges and tasks may take longer than measured."""
     busy_s: dict[int | Nic, float] = {}
     for k, device in enumerate(profile.devices):
         work_s = profile.forward_s[k] + profile.backward_s[k]
@@ -126,5 +123,5 @@ def _limits(profile: Profile) -> list[int]:
     for k in reversed(range(last)):
         way_s += profile.forward_s[k] + profile.backward_s[k]
         way_s += profile.edge_s(k, FORWARD) + profile.edge_s(k, BACKWARD)
-        limits.append(math.ceil(way_s / pace_s) + max(_SPARE, 2 * profile.num_stages))
+        limits.append(math.ceil(way_s / pace_s) + 2 * (last - k))
     return limits[::-1]

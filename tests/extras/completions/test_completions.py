@@ -13,8 +13,6 @@ import pytest
 
 from hetero_framework.cli import main
 
-pytest.importorskip("argcomplete")
-
 SHELLS = {
     "bash": ["bash", "--norc", "--noprofile", "-i"],
     "zsh": ["zsh", "-f", "-i"],

@@ -118,11 +118,11 @@ def test_tune_keeps_few_in_flight(p: int, latency: int) -> None:
     assert choice.forecast.seconds <= 1.005 * everything.seconds
 
 
-def test_limits_are_those_on_their_way_at_the_pace_of_the_slowest_and_2_p_to_spare() -> None:
+def test_limits_are_the_forwards_on_their_way_and_two_for_each_later_stage() -> None:
     profile = Profile.of([1, 3, 1], [2, 6, 2], edges=[Edge(1, 1, 0.5), Edge()])
-    assert tune(profile, 64).in_flight_limits == (8, 8, 1)  # 18 and 12 seconds, 9 a micro-batch
-    assert tune(profile, 64, in_flight_limits=[64, 2, 64]).in_flight_limits == (8, 2, 1)
-    assert tune(profile, 5).in_flight_limits == (5, 5, 1)
+    assert tune(profile, 64).in_flight_limits == (6, 4, 1)  # 18 and 12 seconds, 9 a micro-batch
+    assert tune(profile, 64, in_flight_limits=[64, 2, 64]).in_flight_limits == (6, 2, 1)
+    assert tune(profile, 5).in_flight_limits == (5, 4, 1)
     narrow = tune(profile, 64, max_in_flight=3)
     assert (narrow.max_in_flight, narrow.in_flight_limits) == (3, (3, 3, 1))
 
