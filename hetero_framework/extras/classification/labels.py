@@ -121,7 +121,7 @@ class LabelFields:
     of_tokens: bool
 
     def stated(self, config: Config, model_config: PretrainedConfig) -> Stated:
-        """What the checkpoint or the settings say about a classifier's labels."""
+        """The facts about a classifier's labels in its checkpoint or the settings."""
         section = config.model
         assert section is not None
         model = LabelSettings.of(section)

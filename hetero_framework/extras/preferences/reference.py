@@ -156,7 +156,7 @@ class Reference:
         return [cluster.fingerprint, settings, started, answers]
 
     def _way(self) -> list[Any]:
-        """What the rounding of the numbers depends on: codecs, kernels, machines, batch size."""
+        """All that rounding depends on: codecs, kernels, machines, batch size."""
         config = self._prepared.config
         rounding = {
             name: value

@@ -34,7 +34,7 @@ echo '|end'
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the shells read, the program, and something to complete."""
+    """A folder with the scripts for the shells, the program, and files to complete."""
     place = tmp_path_factory.mktemp("shell")
     (place / "my config.json").write_text("{}")
     (place / "runs").mkdir()
