@@ -1,4 +1,4 @@
-"""Train one language model over several machines; the result does not depend on the cut.
+"""Train one language model over several machines; where it is cut does not change the result.
 
 `from hetero_framework import load_config, train` does what the command line does. Importing the
 package does not import torch; the names below are loaded on first use.

@@ -1,4 +1,4 @@
-"""`python -m hetero_framework`: the `hetero` command; sets signal handlers before its imports."""
+"""`python -m hetero_framework`: runs `hetero`; sets signal handlers before the slow imports."""
 
 import atexit
 import gc
@@ -9,7 +9,7 @@ from hetero_framework.trainer.signals import STOPPED, hearing
 
 def main() -> int:
     """Run one command and return its exit code."""
-    # All is written by then. Collecting what torch and transformers hold would take seconds.
+    # All output is written by then. Freeing the objects of torch and transformers takes seconds.
     atexit.register(gc.freeze)
     with hearing(sys.argv[1:], ends=True):
         from hetero_framework import cli

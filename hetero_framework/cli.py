@@ -32,7 +32,7 @@ _PATHS = (
     *("config", "keys", "output", "output_dir", "adapter", "checkpoint", "place"),
     *("profile", "save_profile", "evaluate", "picture", "file", "result", "prompts"),
 )
-INTERRUPTED = 130  # what a shell reports for SIGINT
+INTERRUPTED = 130  # the exit code of a shell for SIGINT
 _MAX_MESSAGE_LINES = 40
 _ANY_VERSION = ("doctor", "schema", "init")  # they run with missing or old libraries
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(words: Sequence[str], stop: StopRequest | None) -> int:
     _prepare_screens()
     given = registry.names("commands")
-    is_asked = "_ARGCOMPLETE" in os.environ and "completions" in given  # by a shell, for words
+    is_asked = "_ARGCOMPLETE" in os.environ and "completions" in given  # by a shell
     if is_asked:
         words = os.environ["COMP_LINE"].split()
     try:
@@ -62,12 +62,12 @@ def _main(words: Sequence[str], stop: StopRequest | None) -> int:
         near = _did_you_mean(words[0], given)
         parser.error(f"there is no command {words[0]!r}{near or '; hetero --help lists them'}")
     arguments, unknown = parser.parse_known_args(words)
-    if unknown:  # print the usage of this command, not of all
+    if unknown:  # print the usage of this command alone
         command = getattr(arguments, "parser", parser)
         shown = [action for action in command._actions if action.help is not argparse.SUPPRESS]
         options = [name for action in shown for name in action.option_strings]
         first = unknown[0].partition("=")[0]
-        if first in options:  # in front of the command
+        if first in options:  # it stands before the command
             command.error(f"{first} goes after the command: {command.prog} {first}")
         near = _did_you_mean(first, options)
         command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
@@ -113,7 +113,7 @@ def _main(words: Sequence[str], stop: StopRequest | None) -> int:
 
 
 _KINDS: dict[type[HeteroError], str] = {StoppedEarly: "stopped", GroupFinished: "done"}
-"""Errors that end a command in order, and the word for each."""
+"""Errors with which a command ends as it should, and the word printed for each."""
 
 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -135,7 +135,7 @@ def _command(name: str) -> Command:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose hidden options have no abbreviations, and are named nowhere."""
+    """A parser in which an abbreviation never means a hidden option."""
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         found: list[Any] = super()._get_option_tuples(option_string)
@@ -143,8 +143,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The parser of the command line. With `only`, only that command gets its options and has its
-    module imported: `hetero --help` needs neither."""
+    """The parser of the command line. With `only`, just that command's module is imported, for its
+    options. With "" none is imported: `hetero --help` needs no options."""
     parser = _Parser(
         prog="hetero",
         description="Train one language model over several machines.",
@@ -185,7 +185,7 @@ def _say_error(message: str, kind: str = "error") -> None:
 
 
 def _prepare_screens() -> None:
-    """Let file names and model names print anywhere: a console's encoding may lack them, and a
+    """Make printing safe anywhere: a console's encoding may lack letters of a file name, and a
     process may have been started without any screen (`1>&-`, a service)."""
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is None:

@@ -56,7 +56,7 @@ _W = TypeVar("_W", bound=Watcher)
 
 @dataclass(frozen=True)
 class WithTensors:
-    """A handler returns this to answer with raw bytes beside the data, as uint8 tensors."""
+    """The result of a handler that answers with data and with raw bytes, as uint8 tensors."""
 
     data: Any
     tensors: tuple[WireTensor, ...]
@@ -67,12 +67,12 @@ _watchers: list[Watcher] = []
 _imported: list[Path] = []
 _callbacks: list[Any] = []
 FUNCTIONS = ("compute_metrics", "preprocess_logits_for_metrics")
-"""Functions of transformers' Trainer that an imported file may have; the last of a name counts."""
+"""Functions of transformers' Trainer that imported files may define; the last file's counts."""
 _functions: dict[str, Callable[..., Any]] = {}
 _modules: list[ModuleType] = []
-_OWN = "hetero."  # what the names of the framework's own questions begin with
+_OWN = "hetero."  # prefix of the names of the framework's own questions
 _MOST_NOTICES = 16
-"""Most notices of a step, since each may carry 16 MiB."""
+"""Most notices kept in a step, since each may have 16 MiB."""
 _notices: deque[Message] = deque()
 """Messages to the coordinator from its workers and its own code, handled after each step."""
 _to_coordinator: Callable[[Message], None] = _notices.append
@@ -81,12 +81,12 @@ FAILURES = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError),
     *(OSError, RuntimeError, TypeError, ValueError),
 )
-"""Errors that the user's code raises as a rule."""
+"""Errors that the user's code usually raises."""
 
 
 def on(name: str) -> Callable[[_H], _H]:
-    """Decorator: answer requests called `name` with the function's result for their data; the last
-    function of a name counts. It runs in the worker's computing thread: keep it to milliseconds."""
+    """Decorator: the function answers requests called `name`, given their data. A later function of
+    that name replaces it. It runs in the worker's computing thread: keep it to milliseconds."""
 
     def register(handler: _H) -> _H:
         _handlers[name] = handler
@@ -103,7 +103,7 @@ def after_step(watcher: _W) -> _W:
 
 
 def users_line(error: BaseException) -> str:
-    """The last line of an imported file that ran when this was raised, "" without one."""
+    """The innermost line of an imported file in the error's traceback; "" if there is none."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}"
     files, frames = {str(path) for path in _imported}, traceback.extract_tb(error.__traceback__)
@@ -126,8 +126,8 @@ def users_code(
     hint: str | None = None,
     failures: tuple[type[BaseException], ...] = (Exception, SystemExit),
 ) -> Iterator[None]:
-    """Within the block the user's code runs: what it raises is no bug of ours, but becomes a `kind`
-    of error that says where it happened. A lack of memory, and our own errors, stay as they are."""
+    """Within the block the user's code runs. An error that it raises is no bug of ours: it becomes
+    a `kind`, which names its place. Out-of-memory errors and HeteroErrors stay as they are."""
     try:
         yield
     except failures as error:
@@ -142,13 +142,13 @@ def users_code(
 
 
 def as_list(callbacks: Any) -> list[Any]:
-    """The callbacks of a list, or a single one."""
+    """A list of callbacks, or a single callback, as a list."""
     return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
 
 
 def import_file(path: Path) -> None:
-    """Run a Python file that registers functions, once, and take up its list `callbacks` and its
-    functions of FUNCTIONS, if it has any. Raises UserError for one that cannot be run."""
+    """Run a Python file once. Keep its `callbacks` and the functions of FUNCTIONS that it defines.
+    Raises UserError for a file that cannot be run."""
     path = path.resolve()
     if path in _imported:
         return
@@ -172,18 +172,18 @@ def imported_callbacks() -> tuple[Any, ...]:
 
 
 def function(name: str) -> Callable[..., Any] | None:
-    """This process's function of this name, which is one of FUNCTIONS, if it has one."""
+    """The function `name`, one of FUNCTIONS, that counts in this process; None without one."""
     return _functions.get(name)
 
 
 def named(name: str) -> Any:
-    """The object of this name in the last imported file that has one; None without one."""
+    """The object `name` of the last imported file that has it; None if no file does."""
     return next((getattr(m, name) for m in reversed(_modules) if hasattr(m, name)), None)
 
 
 @contextmanager
 def having(name: str, function: Callable[..., Any] | None) -> Iterator[None]:
-    """Within the block, `function` replaces an imported one here; None changes nothing."""
+    """Within the block, `function` replaces the imported function `name`; None changes nothing."""
     before = dict(_functions)
     if function is not None:
         _functions[name] = function
@@ -200,9 +200,9 @@ def imported_files() -> tuple[Path, ...]:
 
 
 def send(message: UserMessage) -> None:
-    """Send a message to the coordinator, from code in a worker or in the coordinator itself. There
-    the handler of its command gets it after the step; without a handler it is ignored. The
-    coordinator's own handler of "checkpoint" saves one."""
+    """Send a message to the coordinator, from code in a worker or in the coordinator itself. After
+    the step the coordinator calls the handler of the message's command; without a handler the
+    message is ignored. The coordinator's own handler of "checkpoint" saves a checkpoint."""
     _to_coordinator(message.on_wire())
 
 
@@ -232,9 +232,9 @@ def coordinating(handlers: Mapping[str, Handler]) -> Iterator[None]:
 
 
 def note(message: Message) -> None:
-    """Keep a worker's notice until the step ends. The framework's own questions are dropped,
-    because the coordinator's handlers of them load models and fill memory. So is what comes after
-    `_MOST_NOTICES`."""
+    """Keep a worker's message until the step ends. The framework's own questions are dropped,
+    because their handlers load models and fill memory. Messages beyond _MOST_NOTICES are dropped
+    too."""
     name = message.expect(Control).name
     if name.startswith(_OWN) or len(_notices) >= _MOST_NOTICES:
         _log.warning("a message of a worker to the coordinator was dropped: %s", shortened(name))
@@ -243,7 +243,7 @@ def note(message: Message) -> None:
 
 
 def step_done(step: int, cluster: WorkerControl) -> None:
-    """Call every `after_step` function, then the handlers of what was sent to the coordinator."""
+    """Call every `after_step` function, then the handlers of messages to the coordinator."""
     for watcher in _watchers:
         with users_code(f"the after_step function {getattr(watcher, '__name__', watcher)} failed"):
             watcher(step, cluster)
@@ -261,9 +261,9 @@ def request(number: int, name: str, data: Any, tensors: tuple[WireTensor, ...] =
 
 
 def answer(message: Message, checked: Callable[[Control], Any] = _data) -> Message | None:
-    """Call this process's handler with a CONTROL message's data after `checked`; return the answer,
-    if one was asked for. An unknown name, a check or a handler that fails, and data that cannot be
-    sent become its `error`."""
+    """Call this process's handler of a CONTROL message with `checked(question)`. Returns the answer
+    if one was asked for. The answer carries an `error` if the name is unknown, the check or the
+    handler fails, or the result cannot be sent."""
     question = message.expect(Control)
     name, number = question.name, question.request
     try:
@@ -278,14 +278,14 @@ def answer(message: Message, checked: Callable[[Control], Any] = _data) -> Messa
         if number is None:
             return None
         return Message(Control(name, data, answers=number), tensors)
-    except (HeteroError, *FAILURES) as error:  # must not end a run that is hours old
+    except (HeteroError, *FAILURES) as error:  # none may end a run that is hours old
         text = error.message if isinstance(error, HeteroError) else repr(error)
         failed = Control(name, answers=number, error=f"{name}: {text}")
         return None if number is None else Message(failed)
 
 
 def result(message: Message) -> Any:
-    """The data of an answer. Raises UserError with the `error` that it carries instead."""
+    """The data of an answer. Raises UserError if the answer carries an `error` instead."""
     reply = message.expect(Control)
     if reply.error is not None:
         raise UserError(

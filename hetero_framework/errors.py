@@ -98,7 +98,7 @@ class PeerLostError(HeteroError):
 
 
 class PeerSilentError(PeerLostError):
-    """Nothing came from a peer for too long; its connection stands."""
+    """Nothing came from a peer for too long, though its connection is open."""
 
 
 class PeerAwayError(PeerLostError):
@@ -146,8 +146,8 @@ def error_from_peer(kind: str, message: str) -> HeteroError:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of whatever device: torch has a class for it on GPUs, and a plain
-    RuntimeError with certain words on the CPU, on MPS and in the libraries below."""
+    """Whether host or device memory ran out. torch has a class of error for GPUs; the CPU, MPS and
+    the libraries below torch raise a plain RuntimeError with certain words."""
     if isinstance(error, (MemoryError, OutOfMemory)):
         return True
     if any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__):
@@ -159,7 +159,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def as_hetero_error(error: BaseException) -> HeteroError | None:
-    """`error`, or one of ours for other libraries' memory and disk errors; None for a bug."""
+    """`error` if it is a HeteroError; a ResourceError for memory and files; None for a bug."""
     if isinstance(error, HeteroError):
         return error
     if is_out_of_memory(error):
@@ -173,7 +173,7 @@ def as_hetero_error(error: BaseException) -> HeteroError | None:
         if refusal.errno in _NO_DISK:
             hint = "free space, or lower save_total_limit"
             return ResourceError(f"the disk is full{where}", hint=hint)
-        # An error without a name is `tempfile`'s, which lists the folders where it finds no room.
+        # One without a file name is from `tempfile`, whose text lists the folders without room.
         is_of_file = where or isinstance(error, FileNotFoundError)
         if is_of_file and not isinstance(error, ConnectionError):
             return ResourceError(f"the system refuses a file: {in_words(error)}{where}")
@@ -181,7 +181,7 @@ def as_hetero_error(error: BaseException) -> HeteroError | None:
 
 
 def of_system(error: BaseException | None) -> OSError | None:
-    """The system's own error, also where a library in Rust tells it in words alone."""
+    """`error` if it is an OSError, or the OSError that the text of a Rust library's error tells."""
     if isinstance(error, OSError):
         return error
     told = re.search(r"([^:]*) \(os error (\d+)\)", str(error))
@@ -189,7 +189,7 @@ def of_system(error: BaseException | None) -> OSError | None:
 
 
 def of_disk(error: BaseException, kind: type[HeteroError]) -> type[HeteroError]:
-    """The class for a file that cannot be written: ResourceError where the disk is full."""
+    """The class of error for a failed write: ResourceError if the disk is full, else `kind`."""
     return ResourceError if getattr(error, "errno", None) in _NO_DISK else kind
 
 

@@ -1,4 +1,4 @@
-"""Ownership checks on files: refuses those that another user of the machine could have written.
+"""Ownership checks on files: refuses files that another user of the machine could have written.
 
 A file is refused when it or a directory on the way to it belongs to another user or is writable by
 everybody, or when a link leads out of the directory that is checked.
@@ -18,17 +18,17 @@ from hetero_framework.errors import ConfigError
 
 @dataclass(frozen=True)
 class Untrusted:
-    """The reason why a file or directory is not trusted, and the remedy if it is all right."""
+    """The reason not to trust a file or directory, and what to do if the user trusts it."""
 
     problem: str
     mend: str
 
 
 def read_own(path: Path, *, strictly: bool = False, most_bytes: int = 1 << 20) -> bytes:
-    """The content of a small file that only this user can have written; what was opened is checked
-    again. `strictly` is for what a process acts upon: then no group of several users can have
-    written the file either, and others cannot put files beside it. Raises OSError; a
-    PermissionError says the problem and its remedy."""
+    """The content of a small file that only this user can have written; the open file is checked
+    again. With `strictly`, for files that a process acts upon, a group of several users cannot have
+    written it either, and nobody else can put files beside it. Raises OSError; a PermissionError
+    says the problem and its remedy."""
 
     def check(place: Path, entry: os.stat_result | None = None) -> None:
         if (wrong := untrusted_reason(place, by_group=strictly, entry=entry)) is not None:
@@ -45,16 +45,16 @@ def read_own(path: Path, *, strictly: bool = False, most_bytes: int = 1 << 20) -
 
 
 def not_through_links(path: str, flags: int) -> int:
-    """The `opener` of `open` for files of a run: a link is an OSError, and a pipe is not waited for
-    (not on Windows)."""
+    """The `opener` of `open` for files of a run. Except on Windows, a link is an OSError and a pipe
+    is not waited for."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
 def untrusted_reason(
     path: Path, *, by_group: bool = False, entry: os.stat_result | None = None
 ) -> Untrusted | None:
-    """The problem with a file or a directory; None if there is none. `by_group`: also where a group
-    of several users may change it. `entry`: the status of a file that is open. Raises OSError."""
+    """The problem with a file or a directory, or None. With `by_group`, a group of several users
+    that may change it is a problem too. `entry` is an open file's status. Raises OSError."""
     entry = entry or path.lstat()
     if stat.S_ISLNK(entry.st_mode):
         return Untrusted("is a symbolic link", f"put what it points to in its place: {path}")
@@ -108,7 +108,7 @@ def refuse_link(path: Path, *, except_own: bool = False) -> None:
 
 
 def _group(path: Path) -> str | None:
-    """The group that may write, unless only the owner is in it."""
+    """The group that may write to `path`; None if there is none, or if it is the owner's own."""
     entry = path.stat()
     if not entry.st_mode & stat.S_IWGRP:
         return None
@@ -129,7 +129,7 @@ def _directory(path: Path) -> Path:
 
 def _hides_owners(directory: Path, entry: os.stat_result) -> bool:
     """Whether the file system gives all files one owner and one mode, as FAT and some network disks
-    do: then a new file, made for this user alone, looks alike."""
+    do. There a new file, made for this user alone, shows the same owner or mode."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             new = os.fstat(file.fileno())

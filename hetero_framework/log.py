@@ -1,7 +1,7 @@
 """The package's logging: where lines go, and what a line may contain.
 
-The `extra` of a line may be `event(...)`, which makes the line an event of events.jsonl, too (with
-an empty message, an event alone), or `said_by(...)`, which limits the lines of a peer.
+The `extra` of a line may be `event(...)`: the line then goes to events.jsonl too, or only there if
+its message is empty. Or it is `said_by(...)`, which limits the lines that a peer causes.
 
 Nothing here ends a process: a line that cannot be written is dropped. For a file, one line says so.
 """
@@ -32,20 +32,20 @@ _MAX_LISTED = 256
 _CUT = " ..."
 
 _package = logging.getLogger("hetero_framework")
-_handlers: tuple[logging.Handler, ...] = ()  # those of the innermost `log_to`
+_handlers: tuple[logging.Handler, ...] = ()  # the handlers of the innermost `log_to`
 _step: int | None = None
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """`text` with everything escaped that could steer a terminal or hide text, other than `kept`:
-    control characters, marks that change the direction of writing, halves of surrogate pairs."""
+    """`text` with escapes for characters that could steer a terminal or hide text: control
+    characters, marks of writing direction, lone surrogates. Characters in `kept` stay."""
     return "".join(
         char if char in kept or char.isprintable() else ascii(char)[1:-1] for char in text
     )
 
 
 def one_line(text: str, most: int = MAX_LINE_BYTES, kept: str = "") -> str:
-    """`text` as one printable line of at most `most` bytes of UTF-8; several if "\\n" is `kept`."""
+    """`text` as one printable line of at most `most` UTF-8 bytes; several if `kept` has "\\n"."""
     if text.isascii() and text.isprintable() and len(text) <= most:
         return text
     shown = printable(text[: most + 1], kept).encode()
@@ -55,7 +55,7 @@ def one_line(text: str, most: int = MAX_LINE_BYTES, kept: str = "") -> str:
 
 
 def one_lines(value: Any) -> Any:
-    """JSON data whose strings, keys too, are each one printable line."""
+    """JSON data with each string and each key made one printable line."""
     if isinstance(value, str):
         return one_line(value)
     if isinstance(value, (list, tuple)):
@@ -67,7 +67,7 @@ def one_lines(value: Any) -> Any:
 
 def event(what: str, action: str = "", **fields: Any) -> dict[str, Any]:
     """`extra` for a line that is an event: what happened, what is done about it, and plain fields.
-    Its step is the run's current one unless `fields` has another."""
+    The event's step is the run's current step unless `fields` has another."""
     return {"event": {"step": _step, "what": what, "action": action, **fields}}
 
 
@@ -83,7 +83,7 @@ def set_step(step: int | None) -> None:
 
 
 def current_step() -> int | None:
-    """The last step of `set_step`."""
+    """The step that the last `set_step` set."""
     return _step
 
 
@@ -138,7 +138,7 @@ def to_stderr(level: str, text: str) -> None:
 
 
 class LineFile:
-    """A file to which lines are appended. `news` is what the log has to say of the file, once."""
+    """A file to which lines are appended. `news` is a text on the file that is logged once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -151,7 +151,7 @@ class LineFile:
         self._torn = _ends_within_a_line(self.path)
 
     def append(self, line: str) -> None:
-        """Append a line; one that cannot be written is lost."""
+        """Append a line. A line that cannot be written is lost."""
         try:
             self._torn = not append_line(self.path, "\n" * self._torn + line)
             reason = os.strerror(errno.ENOSPC) if self._torn else ""
@@ -167,8 +167,8 @@ class LineFile:
 
 
 class _ToFile(logging.Handler):
-    """A handler with a file. The file's news are logged once this handler's lock is free: logging
-    takes the locks of the other handlers, one after another."""
+    """A handler that writes a file. It logs the file's news after it has released its own lock,
+    because logging takes the locks of the other handlers, one after another."""
 
     file: LineFile
 
@@ -192,8 +192,8 @@ class FileLines(Lines, _ToFile):
 
 
 class Events(_ToFile):
-    """Appends each record that is an event to `path`, as one JSON object. Events before `open` wait
-    for it or `close`: a fresh run moves an earlier run's file away first."""
+    """Appends each record that is an event to `path`, as one JSON object. Events are held until
+    `open` or `close`, because a fresh run first moves an earlier run's file away."""
 
     def __init__(self, path: Path, process: str) -> None:
         super().__init__()
@@ -251,12 +251,12 @@ def _ends_within_a_line(path: Path) -> bool:
         with path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
             return file.read(1) != b"\n"
-    except OSError:  # there is none yet, or an empty one
+    except OSError:  # the file is absent or empty
         return False
 
 
 def set_level(level: str) -> None:
-    """Show lines of this level and above. Events are recorded at every level."""
+    """Show lines of this level and above. Events are recorded whatever the level."""
     _package.setLevel(min(logging.INFO, logging.getLevelName(level)))
     for handler in _handlers:
         handler.setLevel(logging.NOTSET if isinstance(handler, Events) else level)
@@ -264,8 +264,8 @@ def set_level(level: str) -> None:
 
 @contextmanager
 def log_to(level: str, *handlers: logging.Handler) -> Iterator[None]:
-    """Within the block, the package's lines go to these handlers and to an application's own, not
-    to those of a surrounding `log_to`, nor to the root logger's. They are closed at its end."""
+    """Within the block, the package's lines go to `handlers` and to an application's own handlers,
+    not to those of a surrounding `log_to` or the root logger. At its end `handlers` are closed."""
     global _handlers
     outer, outer_level, outer_propagate = _handlers, _package.level, _package.propagate
     _replace(outer, handlers)

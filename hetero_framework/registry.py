@@ -1,8 +1,8 @@
-"""The registry: what a name in a configuration or on the command line stands for, and where it is.
+"""The registry: maps names in a configuration or on the command line to what they stand for.
 
-heart.toml lists the heart's own entries, extras/*/extra.toml those of each extra. These files are
-read as data: an extra's code is imported when one of its names is asked for, and not before. A
-table is a kind of thing ("objectives"), an entry is `name = "module:attribute"`, relative to the
+heart.toml lists the entries of the heart, and extras/NAME/extra.toml lists the entries of an extra.
+These files are read as data: an extra's code is imported only when one of its names is asked for. A
+table is a kind of thing ("objectives"). An entry is `name = "module:attribute"`, relative to the
 folder of the file, or `name = { at = "module:attribute", fact = ... }` with facts that are known
 without an import. Under "commands" an entry is the command's summary, and commands/NAME.py is its
 module.
@@ -29,7 +29,7 @@ _registered: dict[tuple[str, str], tuple[Any, Mapping[str, Any]]] = {}
 
 @dataclass(frozen=True)
 class Registered:
-    """An entry: `text` and `facts` as in the file of the extra (`extra` is "" for the heart)."""
+    """An entry: its `text` and `facts`, as in the file of `extra` ("" is the heart)."""
 
     extra: str
     text: str
@@ -43,7 +43,7 @@ class Registered:
 
 @cache
 def _tables() -> dict[str, dict[str, Registered]]:
-    """Kind -> name -> entry: the heart's first, then each extra's in the order of their folders."""
+    """Kind -> name -> entry. The heart's entries come first, then the extras', by folder name."""
     files = {"": _ROOT / "heart.toml"}
     files |= {file.parent.name: file for file in sorted(_ROOT.glob("extras/*/extra.toml"))}
     tables: dict[str, dict[str, Registered]] = {}
@@ -65,12 +65,12 @@ def _entry(extra: str, given: str | dict[str, Any]) -> Registered:
 
 
 def entries(kind: str) -> dict[str, Registered]:
-    """The entries of the files, by name; `register` adds none here."""
+    """The entries of a kind in the files, by name, without names that `register` added."""
     return _tables().get(kind, {})
 
 
 def names(kind: str) -> list[str]:
-    """All names of a kind, also the registered ones."""
+    """All names of a kind: first those in the files, then those that `register` added."""
     own = [name for of, name in _registered if of == kind]
     return [*entries(kind), *(name for name in own if name not in entries(kind))]
 
@@ -81,13 +81,13 @@ def has(kind: str, name: str) -> bool:
 
 
 def installed(kind: str) -> list[str]:
-    """The names of a kind whose extra can be imported."""
+    """The names of a kind, without names whose extra cannot be imported."""
     known = entries(kind)
     return [name for name in names(kind) if name not in known or is_installed(known[name].extra)]
 
 
 def register(kind: str, name: str, thing: Any, **facts: Any) -> None:
-    """Let a name stand for `thing`: for files of --import, on every machine."""
+    """Let a name stand for `thing`. Files of --import call this, on every machine."""
     _registered[kind, name] = thing, facts
 
 
@@ -99,8 +99,8 @@ def facts(kind: str, name: str) -> Mapping[str, Any]:
 
 
 def find(kind: str, name: str) -> Any:
-    """What a name stands for; imports the extra that it belongs to. Raises KeyError for a name that
-    is not known, ConfigError where its extra cannot be imported."""
+    """The object that a name stands for. Imports the extra of the name. Raises KeyError for an
+    unknown name, ConfigError if the extra cannot be imported."""
     if (kind, name) in _registered:
         return _registered[kind, name][0]
     entry = entries(kind)[name]
@@ -110,14 +110,14 @@ def find(kind: str, name: str) -> Any:
 
 
 def needed(kind: str, name: str, what: str) -> Any:
-    """As `find`, for `what`, which needs the name. ConfigError where no extra here has it."""
+    """As `find`, but for an unknown name raises ConfigError, which says that `what` needs it."""
     if has(kind, name):
         return find(kind, name)
     raise ConfigError(f"{what} needs an extra that this installation lacks", hint=_WHOLE)
 
 
 def command(name: str) -> ModuleType:
-    """The module of a command. Raises KeyError, ConfigError as `find`."""
+    """The module of a command. Raises as `find` does."""
     return _imported(entries("commands")[name], f"commands.{name}", f"the command {name!r}")
 
 
@@ -125,14 +125,14 @@ def _imported(entry: Registered, module: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(f"{entry.package}.{module}")
     except ImportError as error:
-        *folder, absent = (error.name or "").split(".")[:3]  # or another extra that it uses
+        *folder, absent = (error.name or "").split(".")[:3]  # may be an extra that this one uses
         if not entry.extra or folder != [_PACKAGE, "extras"]:
             raise
         raise ConfigError(lacks(what, absent), hint=_WHOLE) from error
 
 
 def extra_for(setting: str, value: str) -> str | None:
-    """The extra that a run with this value of a setting needs; None for a value without one."""
+    """The extra that a run with this value of a setting needs; None if it needs no extra."""
     for condition, entry in entries("extras").items():
         path, _, values = condition.partition("=")
         if path == setting and value in values.split("|"):

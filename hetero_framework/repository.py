@@ -25,7 +25,7 @@ _COPY = "copy or download it again"
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz")
 """Names of files that a library may unpickle."""
 
-# Each names a module, a repository or another file that a library would load.
+# Each setting names a module, a repository or another file that a library would load.
 _AUTO_MAP = "auto_map"
 _CODE_KEYS = {
     _AUTO_MAP: "names code of its own",
@@ -50,9 +50,9 @@ _MAGIC = (
 
 
 def resolve_model_path(name_or_path: str, base_dir: Path) -> str:
-    """A directory relative to `base_dir` as an absolute path, as `Config.path` makes it, or a hub
-    name unchanged. Raises ModelError for a path that does not exist here, and for a hub name that
-    the library would take for a directory where this process was started."""
+    """The absolute path of a directory relative to `base_dir`, as `Config.path` makes it, or a hub
+    name unchanged. Raises ModelError for a path that does not exist here, and as `refuse_elsewhere`
+    does."""
     path = Path(os.path.expanduser(name_or_path))
     local = os.path.normpath(base_dir / path)
     if os.path.isdir(local):
@@ -70,21 +70,21 @@ def resolve_model_path(name_or_path: str, base_dir: Path) -> str:
 def refuse_code(
     source: str, revision: str | None, names: Iterable[str], kind: type[UserError], hint: str
 ) -> None:
-    """Raise `kind` for files `names` of the repository `source`, a folder or a hub name, that would
-    have code loaded, or that cannot be read."""
+    """Raise `kind` if a file of `names` in the repository `source` (a folder or a hub name) would
+    have code loaded or cannot be read."""
     for path in settings_files(source, revision, names):
         refuse_code_in(read_json(path, kind), str(path), kind, hint)
 
 
 def refuse_code_in(fields: dict[str, Any], where: str, kind: type[UserError], hint: str) -> None:
-    """Raise `kind` for settings, which stand at `where`, that would have code loaded."""
+    """Raise `kind` if settings would have code loaded; `where` names their file."""
     for place, why in _code(fields):
         raise kind(f"{where} {why} ({place}), which is never run here", hint=hint)
 
 
 def refuse_elsewhere(name: str, base_dir: Path, kind: type[UserError]) -> None:
-    """Raise `kind` for a name on the hub that a library would take for a folder: one that lies
-    where this process was started and not in `base_dir`."""
+    """Raise `kind` for a hub name that is also a folder where this process was started, though not
+    in `base_dir`: a library would read that folder."""
     if os.path.isdir(name):
         raise kind(
             f"{name!r} is not a directory in {base_dir}, where relative paths start, but one in"
@@ -94,13 +94,13 @@ def refuse_elsewhere(name: str, base_dir: Path, kind: type[UserError]) -> None:
 
 
 def settings_files(source: str, revision: str | None, names: Iterable[str]) -> Iterator[Path]:
-    """The files among `names` that a repository has; of a folder also its processors' files."""
+    """The files of `names` that a repository has. For a folder PROCESSORS are added to `names`."""
     folder = Path(source)
     if folder.is_dir():
         names = (*names, *PROCESSORS)
         yield from (folder / name for name in names if (folder / name).is_file())
         return
-    from transformers.utils.hub import cached_file  # slow; folders need none
+    from transformers.utils.hub import cached_file  # slow, and not needed for folders
 
     for name in names:
         with suppress(OSError):  # absent or out of reach: its reader reports that
@@ -118,7 +118,7 @@ def settings_files(source: str, revision: str | None, names: Iterable[str]) -> I
 def read_json(
     path: Path, kind: type[UserError], most_bytes: int = MAX_SETTINGS_BYTES, *, hint: str = _COPY
 ) -> dict[str, Any]:
-    """The JSON object in a file. Raises `kind`, which names the file, where there is none."""
+    """The JSON object in a file. Raises `kind`, which names the file, if it has no such object."""
     try:
         if (size := path.stat().st_size) > most_bytes:
             raise kind(
@@ -136,8 +136,7 @@ def read_json(
 
 
 def mistaken_for(content: bytes) -> tuple[str, str] | None:
-    """The thing stored in place of a file, by its first bytes, and a hint; None: the file
-    itself."""
+    """(The thing stored in place of a file, a hint), by the first bytes; None for the file."""
     start = content[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if start.startswith(_LFS_POINTER):
         return "a Git LFS pointer", "run `git lfs pull` there, or download it with `hf download`"
@@ -147,7 +146,7 @@ def mistaken_for(content: bytes) -> tuple[str, str] | None:
 
 
 def refuse_mistaken(path: Path, kind: type[UserError]) -> None:
-    """Raise `kind` for a file in whose place something else was stored."""
+    """Raise `kind` if something else is stored in place of the file `path`."""
     head = b""
     with suppress(OSError), path.open("rb") as file:  # its reader reports that it cannot be read
         head = file.read(64)
@@ -186,7 +185,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def pickled(path: Path) -> str | None:
-    """Why reading a file may run code, by its name or its first bytes; None: no reason."""
+    """The reason why reading a file may run code, by its name or first bytes; None if none."""
     if path.suffix.lower() in PICKLED_SUFFIXES:
         return f"{path.suffix.lower()} files are pickled"
     try:

@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterable, Sequence
 _UNBOUNDED = 10_000
 _GAP = 2
 _LEAST = 12
-"""Least width of a column of names in which a word is longer."""
+"""Least width of a column of names whose longest word is longer than this."""
 
 Part = str | Iterable[str] | None
 
 
 def lines(*parts: Part) -> str:
-    """The text of a report: a string is a line, what is listed stands indented below it, and None
-    is left out."""
+    """The text of a report. A string is a line, the strings of a list are indented lines below it,
+    and None is left out."""
     shown: list[str] = []
     for part in parts:
         listed = [part] if isinstance(part, str) else [f"  {line}" for line in part or ()]
@@ -26,15 +26,15 @@ def lines(*parts: Part) -> str:
 
 
 def one_line(text: str) -> str:
-    """A text of several lines in one."""
+    """A text of several lines as one line."""
     return " ".join(text.split())
 
 
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)
 ) -> list[str]:
-    """Lines with aligned columns; those numbered in `left` on their left edge. Headings and names
-    are folded where the terminal is too narrow. Into a file or pipe every row is one line."""
+    """Lines of a table. Columns numbered in `left` are aligned at the left, others at the right. If
+    the terminal is too narrow, headings and names fold; in a file or pipe every row is one line."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -56,8 +56,8 @@ def table(
 def _widths(
     columns: Sequence[tuple[str, Sequence[str]]], left: Collection[int], room: int
 ) -> list[int]:
-    """The columns' widths. The widest column gives first, down to its longest word (or number, in a
-    column of numbers). If that is not enough the table is wider than the terminal."""
+    """The columns' widths, narrowed to fit `room`: columns of numbers first, then names, each down
+    to its longest word or number. If that is not enough the table is wider than the terminal."""
     widths, least = [], []
     for i, (name, cells) in enumerate(columns):
         words = [word for text in (name, *cells) for word in text.split()]

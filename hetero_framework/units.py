@@ -39,7 +39,7 @@ def clock(time_s: float) -> str:
 
 def share(part: float) -> str:
     """A part of 1 in percent: "36%"."""
-    return f"{round(part, 2) + 0.0:.0%}"  # + 0.0: what rounding left below 0 is "0%"
+    return f"{round(part, 2) + 0.0:.0%}"  # + 0.0 turns -0.0 into 0.0
 
 
 def bit_rate(bytes_per_s: float) -> str:

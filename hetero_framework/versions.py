@@ -13,8 +13,8 @@ LIBRARIES = ("torch", "transformers", "peft")
 
 
 def too_old() -> list[tuple[str, str, str]]:
-    """(name, versions needed, version here) of Python and of LIBRARIES where they are too old or
-    absent; nothing where this package is not installed but run from its sources."""
+    """(name, versions needed, version here) of Python and each of LIBRARIES that is too old or
+    absent. Empty if this package is run from its sources without being installed."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
@@ -36,7 +36,7 @@ def too_old() -> list[tuple[str, str, str]]:
 
 
 def check() -> None:
-    """Raise UserError, which names versions needed and found, where something is too old."""
+    """Raise UserError, which names the versions needed and found, if something is too old."""
     if old := too_old():
         listed = ", ".join(f"{name} {here} (needed: {needed})" for name, needed, here in old)
         names = " ".join(f"'{name}{needed}'" for name, needed, _ in old if name != "Python")

@@ -172,7 +172,7 @@ def _look_at_data(
     here: Sequence[WorkerId],
     notes: list[str],
 ) -> PreTrainedTokenizerBase | None:
-    """Add to `notes` remarks on the data, or why they are not read. Returns their tokenizer."""
+    """Add remarks on the data to `notes`, or why they are not read. Returns a tokenizer, if any."""
     if config.data is None:
         notes.append("there is no data section, so this configuration cannot be trained")
     elif here and "local" not in here:
@@ -194,9 +194,9 @@ def _padding_lines(config: Config, data: TrainData) -> Iterator[str]:
 
 
 def forecast(config: Config) -> dict[str, Any]:
-    """The expected use of the pipeline; `bubble` is the share of time in which devices are idle. It
-    assumes that time grows with layers, that a backward takes two forwards, and that a boundary
-    takes a tenth of a forward. The run itself measures and chooses anew."""
+    """The expected use of the pipeline; `bubble` is the share of time in which devices are idle.
+    Assumed: time grows with layers, a backward takes two forwards, and a boundary takes a tenth of
+    a forward. The run itself measures and chooses anew."""
     stages, training = config.plan.stages, config.training
     m = training.gradient_accumulation_steps
     choice = tune(assumed_profile(stages), m, max_in_flight=training.max_in_flight)

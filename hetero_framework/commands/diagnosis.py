@@ -261,7 +261,7 @@ def role(view: MachineView) -> Problems:
 
 
 def names(view: MachineView) -> Problems:
-    """Names unknown here, or that are loopback addresses on their machine (Debian's 127.0.1.1)."""
+    """Names unknown here, and names that mean loopback on their machine (Debian's 127.0.1.1)."""
     alone = len({machine_of(view.config, machine) for _, machine in view.entries}) == 1
     for id, machine in view.listeners:
         if addresses.parsed(machine.ip) is not None:
@@ -294,7 +294,7 @@ def keys(view: MachineView) -> Problems:
 
 
 def port(view: MachineView) -> Problems:
-    """Ports of this machine that another program has."""
+    """Ports of this machine's workers that another program uses."""
     for worker in (view.config.worker(id) for id in view.local_ids if id != "local"):
         ip, number = worker.ip, worker.port
         if number is None or not addresses.is_local_address(ip):
@@ -312,7 +312,7 @@ def port(view: MachineView) -> Problems:
 
 
 def reach(view: MachineView) -> Problems:
-    """Workers out of reach; no answer or no route from another network is a finding of its own."""
+    """Workers out of reach. For a silent worker in another network the finding says so."""
     for id, asked in view.workers.items():
         if asked.busy is not None:
             view.notes.append(asked.busy)
@@ -357,14 +357,14 @@ def link(view: MachineView) -> Problems:
 
 
 def configuration(view: MachineView) -> Problems:
-    """What `hetero train` would refuse before it starts a process."""
+    """Problems for which `hetero train` would not start a process."""
     is_coordinator = view.is_coordinator
     for refusal in refusals(view.config, data=is_coordinator, writes=is_coordinator):
         yield from _told(refusal)
 
 
 def model(view: MachineView) -> Problems:
-    """A model that cannot be loaded, or whose files do not say how many layers it has."""
+    """A model that cannot be loaded, or whose layers the plan does not cover."""
     loaded = view.model
     if isinstance(loaded, PretrainedConfig):
         known = loaded
@@ -411,7 +411,7 @@ def four_bit(view: MachineView) -> Problems:
 
 
 def attention(view: MachineView) -> Problems:
-    """model.attn_implementation, which not every device can train with."""
+    """Devices that cannot train with model.attn_implementation."""
     devices = {id: asked.welcome.device for id, asked in view.workers.items() if asked.welcome}
     for id in view.local_ids:
         with suppress(UserError):  # `memory` reports a missing device
@@ -469,7 +469,7 @@ def diagnose(
     view = MachineView(config, role_here(config, worker_id, options), options)
     checks = [(check.__name__, check) for check in CHECKS]
     checks += [(name, registry.find("findings", name)) for name in registry.installed("findings")]
-    found: dict[str, dict[str, str]] = {}  # by what is wrong, which two checks may find
+    found: dict[str, dict[str, str]] = {}  # by `what`, since two checks may find the same
     for name, check in checks:
         for what, fix in check(view):
             found.setdefault(what, {"check": name, "what": what, "fix": fix})
@@ -478,7 +478,7 @@ def diagnose(
 
 
 def text(result: dict[str, Any]) -> str:
-    """Two lines for each finding: what is wrong, what to do."""
+    """The report for a person: two lines for each finding, what is wrong and what to do."""
     found = [(one_line(f["what"]), one_line(f["fix"])) for f in result["findings"]]
     return lines(
         f"this machine is {result['this_machine']}",

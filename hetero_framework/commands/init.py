@@ -88,7 +88,7 @@ _T = TypeVar("_T")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    given = {**vars(arguments), "measure": arguments.measure or None}  # None: it is asked
+    given = {**vars(arguments), "measure": arguments.measure or None}  # None: not given
     answers = Answers(**{f.name: given[f.name] for f in fields(Answers) if f.name in given})
     output = Path(arguments.output)
     if not arguments.non_interactive:
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def prepare_machines(config: Config, output: Path) -> None:
-    """Make the keys that other machines need, and print how to invite these machines."""
+    """Make the keys that a run on several machines needs, and print how to invite the others."""
     if "prepare" not in registry.installed("keys"):
         return
     from hetero_framework.security.keys import FOLDER, KeyDirectory
@@ -136,7 +136,7 @@ class Address:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """The entry of the configuration; without a port if none is given or the worker dials."""
+        """The machine's entry in the configuration; it has no port if `port` is None."""
         port = {} if self.port is None else {"port": self.port}
         return {"ip": self.ip, **port, "device": self.device}
 
@@ -178,8 +178,8 @@ def parse_address(text: str) -> Address:
 
 
 def split_layers(num_layers: int, machines: int) -> list[tuple[int, int]]:
-    """Even ranges [start, end) of layers, first the coordinator's. It also holds the embedding, so
-    a remainder of layers goes to workers. Raises UserError when a worker would get no layer."""
+    """Even ranges [start, end) of layers, the coordinator's first. The coordinator also holds the
+    embedding, so workers get the remainder. Raises UserError if a worker would get no layer."""
     if num_layers < max(1, machines - 1):
         raise UserError(
             f"{num_layers} layers are too few for {machines - 1} workers", hint="name fewer workers"
@@ -343,7 +343,7 @@ def _check_quantised(config: Config, here: Sequence[str]) -> None:
     from hetero_framework.models.files.quantization import check_devices, devices_known
 
     model = attempt(lambda: load_model_config(section, config.base_dir))
-    if not isinstance(model, UserError):  # else it is elsewhere, and its layers were given
+    if not isinstance(model, UserError):  # else the model is elsewhere
         check_devices(config, model, devices_known(config, here))
 
 
@@ -449,7 +449,7 @@ class _Questions:
         self.fill("adapter", question, "lora", _one_of(*ADAPTERS))
 
     def _find_layers(self) -> None:
-        """Find or ask for the number of the model's layers; with 0 the model is asked for again."""
+        """Find the model's number of layers or ask for it; after 0, ask for the model again."""
         try:
             model = beside(self.answers.model, self.output)
             layers = _layers(replace(self.answers, model=model), self.output)
@@ -559,7 +559,7 @@ def _layers(answers: Answers, output: Path) -> int:
 
 
 def beside(path: str | None, output: Path) -> str | None:
-    """A local path as the file `output` has to state it; a hub name stays as it is."""
+    """A local path as the file `output` must state it: relative if inside. Hub names stay."""
     if path is None or not Path(path).expanduser().exists():
         return path
     place, folder = Path(path).expanduser().resolve(), output.absolute().parent.resolve()

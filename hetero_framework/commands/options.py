@@ -127,7 +127,7 @@ def load(arguments: argparse.Namespace, *, saved_plan: bool = True) -> Any:
     overrides = [*getattr(arguments, "set", ())]
     for name, setting in _DIRECTORIES.items():
         if getattr(arguments, name, None):
-            # Paths on the command line start at the current directory, paths in a file at its own.
+            # Paths on the command line start at the current folder, those in a file at its folder.
             path = Path(getattr(arguments, name)).absolute()
             overrides.append(f"{setting}={json.dumps(str(path))}")
     if getattr(arguments, "save_every_n_steps", None):
@@ -179,7 +179,7 @@ def role_here(config: Any, worker_id: int | str | None = None, options: Any = No
     from hetero_framework.security import access
 
     keys = access.key_directory(config, options).processes()
-    with suppress(ConfigError):  # a configuration may be checked anywhere
+    with suppress(ConfigError):  # any machine may check a configuration
         return decide_role(config, worker_id=worker_id, keys=keys)
     return None
 

@@ -22,7 +22,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 def preflight(config: Config, *, data: bool = True, writes: bool = False) -> None:
-    """Raise the UserError of the only problem, or a ConfigError that lists all problems."""
+    """Raise the error of the only problem, or a ConfigError that lists several problems."""
     errors = list(refusals(config, data=data, writes=writes))
     if len(errors) == 1:
         raise errors[0]
@@ -32,8 +32,8 @@ def preflight(config: Config, *, data: bool = True, writes: bool = False) -> Non
 
 
 def refusals(config: Config, *, data: bool, writes: bool) -> Iterator[UserError]:
-    """Yield every problem that files and names show. With `data` the data are checked too; with
-    `writes` the output directories and what extras check before a run."""
+    """Yield every problem that files and names show. `data` adds the checks of the data. `writes`
+    adds those of the output directories, and of extras before a run."""
     checks: list[Callable[[Config], Iterator[UserError]]] = [_heart, _model]
     checks += [_data] * data + [_directories, _of_extras] * writes
     for check in checks:
@@ -56,7 +56,7 @@ def _heart(config: Config) -> Iterator[UserError]:
 
 
 def _model(config: Config) -> Iterator[UserError]:
-    if config.model is not None and config.training.reads_text:  # others are cut in other parts
+    if config.model is not None and config.training.reads_text:  # others may have no layers
         yield from _raised(partial(_check_layers, config, config.model))
 
 
