@@ -1,8 +1,8 @@
 """The bottleneck of a run's steps: how their time was spent, and which change would help most.
 
-`measured` has the account of the steps, and the shortest possible step. A change is the account
-changed and simulated; its prediction is `measured x simulated with the change / simulated without
-it`.
+step_account.py has the account of the steps, and the shortest possible step. A change is made to
+the account, which is then simulated. The predicted time is measured x simulated with the change /
+simulated without it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hetero_framework.units import plural, seconds, share, size
 SAME_RESULT = frozenset(
     {"direct", "max_in_flight", "offload", "cut", "interleave", "smaller", "larger"}
 )
-"""Kinds of changes after which a run learns the same: to the last bit, or but for rounding."""
+"""Kinds of changes after which a run learns the same, to the last bit or but for rounding."""
 _AS_SIMULATED = 1.02
 _CODING_S = 2.5e-9
 """Seconds per element to encode and decode on one CPU thread; a GPU needs less."""
@@ -86,12 +86,12 @@ class _Idea(NamedTuple):
     kind: str
     text: str
     then: Diagnosis
-    samples: float = 1.0  # in a step, over those of now
+    samples: float = 1.0  # in a step, over the samples of now
 
 
 def _with_changes(trace: Trace, now: Diagnosis, nics: NicSpeeds) -> Diagnosis:
-    """The account with its simulated seconds, and with every change that can be made here and its
-    prediction, those that ask least first."""
+    """The account with its simulated seconds, and with the prediction of every change that can be
+    made here. Changes that ask least come first."""
     plan = replace(now, simulated_s=now.simulate())
     if plan.simulated_s > _AS_SIMULATED * plan.pipeline_s:
         plan = _overlapping(plan)
@@ -103,15 +103,15 @@ def _with_changes(trace: Trace, now: Diagnosis, nics: NicSpeeds) -> Diagnosis:
         # Work between steps (data, a checkpoint) is taken to grow with the samples.
         between_s = now.between_s or 0.0
         gain = idea.samples * (now.step_s + between_s) / (step_s + between_s * idea.samples) - 1
-        if idea.kind != "cut" or gain >= AS_GOOD:  # one may be better by the bound alone
+        if idea.kind != "cut" or gain >= AS_GOOD:  # a cut may be better by the bound alone
             changes.append(Change(idea.kind, idea.text, step_s, gain))
     return replace(now, simulated_s=plan.simulated_s, changes=tuple(changes))
 
 
 def _overlapping(plan: Diagnosis) -> Diagnosis:
-    """The plan with as much wire time shared by several frames as makes it no slower than the
-    measurement: the simulator has the frames of a process take turns, but several links may move
-    several at once."""
+    """The plan with part of the wire time counted as latency, so that its simulation is no slower
+    than the measurement. The simulator has the frames of a process take turns, but several links
+    may move frames at once."""
 
     def shared(share: float) -> Diagnosis:
         boundaries = []
@@ -182,7 +182,7 @@ def _streamed(trace: Trace, plan: Diagnosis) -> Iterator[_Idea]:
     m, rows = plan.micro_batches, trace.settings.get("per_device_train_batch_size")
     if waiting := [stage for stage in plan.stages if stage.awaited > AS_GOOD]:
         stages = tuple(scaled(stage, 1 - stage.awaited) for stage in plan.stages)
-        # In whole slots: what is over stays on the device, as the layers of the first slots do.
+        # Rounded down to whole slots; with no more layers than slots, all stay on the device.
         left = [(s.index, (s.offload - s.too_many) // SLOTS * SLOTS) for s in waiting]
         fewer = [f"shard_plan[{k}].offload {n if n > SLOTS else 0}" for k, n in left]
         old = ", ".join(str(stage.offload) for stage in waiting)
@@ -197,8 +197,8 @@ def _streamed(trace: Trace, plan: Diagnosis) -> Iterator[_Idea]:
 
 
 def _cut(trace: Trace, plan: Diagnosis) -> Iterator[_Idea]:
-    """Layers moved between stages one at a time, the best move first, as long as the bound falls;
-    of the cuts so far the first whose bound is within 1 % of the last one's."""
+    """A better cut, if there is one. Layers move between stages one at a time, the best move first,
+    while the bound falls. The first cut whose bound is within 1 % of the last cut's is chosen."""
 
     def scored(counts: list[int]) -> tuple[tuple[float, float], list[int], Diagnosis]:
         # The bound, then how even the devices' loads are: moves that only prepare others count
@@ -230,11 +230,11 @@ def _cut(trace: Trace, plan: Diagnosis) -> Iterator[_Idea]:
 
 
 def _with_layers(trace: Trace, plan: Diagnosis, counts: Sequence[int]) -> Diagnosis:
-    """The plan with `counts[k]` layers on stage k, all layers of a stage alike.
+    """The plan with `counts[k]` layers on stage k; all layers of a stage count alike.
 
-    The first and the last stage also hold embedding and head, whose share was not measured: a
-    layer added there is charged like one of the stage's mean, a layer taken away is credited
-    with no more than a layer costs on a like device, or else on the quickest of the others.
+    The first and the last stage also hold embedding and head, whose share was not measured. So a
+    layer there counts at most as the quickest one of a middle stage on a like device. Without such
+    a stage, this holds for layers taken away, with all middle stages; one added counts as the mean.
     """
 
     def like(stage: StageTimes, other: StageTimes) -> bool:
@@ -277,7 +277,7 @@ def _interleaved(plan: Diagnosis) -> Iterator[_Idea]:
 
 
 def _codecs(plan: Diagnosis) -> list[_Idea]:
-    """For each codec: activations and gradients in fewer bytes, unless they are already."""
+    """For each codec, activations and gradients in fewer bytes, where they have no codec yet."""
     if all(b.way == "same process" or b.codec for b in plan.boundaries):
         return []
     import torch  # slow

@@ -23,21 +23,21 @@ _PANELS = {"loss": "loss", "learning_rate": "learning rate", "grad_norm": "gradi
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555")
 _EVALUATION: dict[str, Any] = {"linestyle": "--", "marker": "o", "markersize": 4}
 _WIDTH_PT, _HEIGHT_PT, _NAME = 760.0, 520.0, 90
-_MARKED = 40  # points: of a shorter curve each one is marked
-_DRAWN = 500  # points: of a longer curve means are drawn, between the least and the greatest value
-_LOGARITHMIC = 100.0  # the greatest value over the least
+_MARKED = 40  # most points of a curve whose points are marked
+_DRAWN = 500  # most points drawn; a longer curve is drawn as means within least and greatest values
+_LOGARITHMIC = 100.0  # greatest over least value, above which the scale is logarithmic
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's name and curves, by the names of metrics.jsonl."""
+    """A run's name, and its curves by their names in metrics.jsonl."""
 
     name: str
     curves: Mapping[str, Points]
 
     @property
     def summary(self) -> str:
-        """Steps, and the last loss and evaluation."""
+        """The number of steps, the last loss and the last evaluations, as text."""
         losses = self.curves.get("loss", ([], []))[1]
         parts = [plural(len(losses), "step")]
         for key, what in {"loss": "loss", **self.evaluations}.items():
@@ -49,7 +49,7 @@ class Run:
 
     @property
     def evaluations(self) -> dict[str, str]:
-        """The curves of evaluation losses, and how they are called."""
+        """Names of the curves of evaluation losses, and their titles."""
         return {
             key: f"evaluation {key[len('eval_') : -len('_loss')]}"
             if key != loss_of()
@@ -59,7 +59,7 @@ class Run:
         }
 
     def measures(self, panel: str) -> dict[str, str]:
-        """The curves of one of MEASURES, and how they are called."""
+        """Names of the curves in a panel of MEASURES, and their titles."""
         found = {}
         for key in self.curves:
             match = re.fullmatch(rf"(eval_(?:.*_)?)?({MEASURES[panel].pattern})", key)
@@ -75,7 +75,7 @@ def read_run(place: Path, name: str) -> Run:
 
 
 def draw(runs: Sequence[Run], path: Path) -> Path:
-    """As `pictures.save`."""
+    """Write `figure` as `pictures.save` does."""
     return save(lambda: figure(runs), path)
 
 
@@ -86,7 +86,7 @@ def figure(runs: Sequence[Run]) -> Any:
     from matplotlib.lines import Line2D
 
     is_one = len(runs) == 1
-    # Of long paths the ends differ.
+    # The ends of long paths tell them apart.
     names = [run.name if len(run.name) <= _NAME else f"...{run.name[-_NAME:]}" for run in runs]
     labels = [f"{name}: {run.summary}" for name, run in zip(names, runs, strict=True)]
     title = names[0] if is_one else f"{len(runs)} runs"

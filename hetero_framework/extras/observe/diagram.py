@@ -18,9 +18,9 @@ from hetero_framework.units import count, plural, size
 How = Literal["inside", "direct", "relay", "auto"]
 
 PER_ROW = 4
-"""Machines beside each other: what a page shows without shrinking the text."""
+"""Processes in a row: as many as a page shows without shrinking the text."""
 _MAX_CHARS = 30
-_FONT = "DejaVu Sans,Verdana,sans-serif"  # as wide in each system, so that boxes fit
+_FONT = "DejaVu Sans,Verdana,sans-serif"  # equally wide on all systems, so that boxes fit
 _COORDINATOR, _WORKER = ("#e6eefa", "#2f5f9e"), ("#e8f4ea", "#3c8350")
 STAGE_EDGE, LINE = "#b8c2cc", "#c2571a"
 WORDS: Mapping[How, tuple[str, ...]] = {
@@ -36,8 +36,8 @@ STYLES: Mapping[How, str] = {"relay": "dashed", "auto": "dotted"}
 
 @dataclass(frozen=True)
 class DiagramDetails:
-    """Facts that the configuration does not have. Stages by index, devices by owner. `direct` has
-    the boundaries (the stage before each) with a link from worker to worker, once that is known."""
+    """Facts that the configuration does not have: of stages by index, of devices by owner. `direct`
+    has the boundaries, by the stage before each, with a link between workers; None: not known."""
 
     model: str | None = None
     num_layers: int | None = None
@@ -49,7 +49,7 @@ class DiagramDetails:
 
 @dataclass(frozen=True)
 class ProcessBox:
-    """A process: its name in lines, lines about it, and its stages as (number, lines)."""
+    """A process: lines of its name, lines about it, and its stages as (number, lines)."""
 
     names: tuple[str, ...]
     lines: tuple[str, ...]
@@ -59,8 +59,8 @@ class ProcessBox:
 
 @dataclass(frozen=True)
 class Diagram:
-    """All that a picture shows; places in the order in which the plan first needs them. Boundary k
-    is the one between stages k and k + 1."""
+    """All that a picture shows. `places` are in the order in which the plan first needs them.
+    Boundary k lies between stages k and k + 1."""
 
     title: tuple[str, ...]
     counts: str
@@ -168,8 +168,8 @@ def _unbroken(text: str) -> str:
 
 
 def _wrap(text: str, width: int = _MAX_CHARS) -> tuple[str, ...]:
-    """Lines of at most `width`, broken after a space, else . - : or /, if their second half has
-    one."""
+    """Lines of at most `width` characters, broken after a space, else after . - : or /, in their
+    second half, else within a word."""
     lines, rest = [], _unbroken(text)
     while len(rest) > width:
         space, *others = (rest.rfind(char, width // 2, width) + 1 for char in " .-:/")
@@ -196,7 +196,7 @@ def to_dot(diagram: Diagram) -> graphviz.Digraph:
         node_attr={
             "shape": "box", "style": "rounded,filled", "fillcolor": "#ffffff", "width": "1.5",
             "color": STAGE_EDGE, "fontname": _FONT, "fontsize": "12", "fontcolor": INK,
-            "margin": "0.2,0.08",  # also where a viewer of an SVG has a wider font
+            "margin": "0.2,0.08",  # room for the wider font of an SVG viewer
         },
         edge_attr={
             "color": LINE, "penwidth": "1.8", "arrowsize": "0.8", "fontname": _FONT,
@@ -222,7 +222,7 @@ def to_dot(diagram: Diagram) -> graphviz.Digraph:
         one, other = number_of[index], number_of[index + 1]
         beside = one < other and one // PER_ROW == other // PER_ROW
         words = _html(*map(_dot_text, WORDS[how]), _text(" ", 3)) if WORDS[how] else ""
-        # Only what leads to the right decides about columns; the rest finds its way around.
+        # Only edges to the right within a row place the columns; others go around the boxes.
         dot.edge(
             f"s{index}", f"s{index + 1}", words,
             style=STYLES.get(how, "solid"), constraint=str(beside).lower(),
@@ -243,7 +243,7 @@ def _text(text: str, size: int, color: str = FAINT) -> str:
 
 
 def _dot_text(text: str) -> str:
-    """For a label in HTML; Graphviz reads backslashes there too."""
+    """Text for a label in HTML. Graphviz reads backslashes there too."""
     return escape(text).replace("\\", "\\\\")
 
 
@@ -271,7 +271,7 @@ def _quoted(*lines: str) -> str:
 
 
 def _mermaid_text(text: str) -> str:
-    """Mermaid's numeric entities for everything that could mean something to its parser."""
+    """Text with numeric entities for all characters that Mermaid's parser may interpret."""
     return "".join(
         char if char.isalnum() or char in " .,:/+-_()[]" else f"#{ord(char)};" for char in text
     )

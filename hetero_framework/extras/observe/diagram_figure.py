@@ -1,6 +1,6 @@
 """The diagram as a file: drawn by Graphviz, else by matplotlib, else as Mermaid text.
 
-In the picture of matplotlib processes stand in one column. The arrows between them run in lanes on
+In matplotlib's picture the processes stand in one column. The arrows between them run in lanes on
 its right, so that none crosses a box. Lengths are points; y grows downwards.
 """
 
@@ -32,7 +32,7 @@ from hetero_framework.extras.observe.diagram import (
 from hetero_framework.extras.observe.pictures import FAINT, INK, PAPER, text_pt
 
 _PAD, _GAP, _MARGIN, _LANE, _LEADING = 12.0, 26.0, 24.0, 18.0, 1.35
-_ASIDE = 4.0  # an arrow leaves a stage below its middle, and comes above it
+_ASIDE = 4.0  # arrows leave a stage below its middle and enter one above it
 _FORMATS = ("png", "svg", "pdf", "mmd")
 _BETTER = "the package graphviz gives a better one"
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def _width(texts: Sequence[_TextLine]) -> float:
 
 
 class _Column:
-    """The picture of a diagram, drawn from the top down; `_y` is how far."""
+    """The picture of a diagram, drawn from the top down; `_y` is where the drawing goes on."""
 
     def __init__(self, diagram: Diagram) -> None:
         from matplotlib.figure import Figure
@@ -149,7 +149,7 @@ class _Column:
     def _box(
         self, x: float, top: float, width: float, colors: tuple[str, str], **look: Any
     ) -> None:
-        """A box from `top` to here."""
+        """Draw a box from `top` down to `_y`."""
         from matplotlib.patches import FancyBboxPatch
 
         form, (fill, edge) = "round,pad=0,rounding_size=6", colors
@@ -176,9 +176,9 @@ def draw(
     format: str | None = None,
     details: DiagramDetails | None = None,
 ) -> Path:
-    """Write the picture and return the file that was written: without Graphviz a plainer one, and
-    without matplotlib Mermaid text beside `path`, with a warning. `format` None takes it from the
-    file's name. Raises UserError for an unknown format or a file that cannot be written."""
+    """Write the picture and return the file that was written. Without Graphviz matplotlib draws it;
+    without both, Mermaid text is written beside `path`. Both are logged. Without `format` the file
+    name decides. Raises UserError for an unknown format or a file that cannot be written."""
     target = Path(path)
     chosen = pictures.picture_format(target, format, _FORMATS)
     diagram = Diagram.of(config, details)

@@ -22,8 +22,8 @@ Pieces = list[tuple[str, bool]]
 
 @dataclass(frozen=True)
 class Shown:
-    """One example. `pieces` are the texts of its tokens, those of one letter together, and whether
-    the loss covers them; `trained` counts the tokens that it covers."""
+    """One example. `pieces` are the texts of its tokens, each with whether the loss covers it;
+    tokens of one letter are one piece. `trained` counts the tokens that the loss covers."""
 
     where: str
     tokens: int
@@ -58,8 +58,8 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
 
 
 def _of_source(config: Config, reader: Reader, count: int, taken: Any) -> list[Shown]:
-    """The first examples of one source, of those that are `taken`, by their numbers among the ones
-    that teach something; None are all."""
+    """The first examples of one source. `taken` has the numbers, among the examples that teach
+    something, of those that the run reads; None is all. Examples that teach nothing are shown."""
     data, tokenizer = reader.data, reader.tokenizer
     if any(source.is_parted for source in find_sources(data.paths, config.base_dir)):
         rows: Any = load_data(config, tokenizer).examples
@@ -102,13 +102,13 @@ def _packed(rows: Any, number: int, tokenizer: PreTrainedTokenizerBase, data: Da
 
 
 def _in_loss(trained: list[bool], data: DataConfig) -> list[bool]:
-    """Of examples in one row the first token of each has no label."""
+    """Bits of `trained`; where examples share a row, the first token of each has no label."""
     return [False, *trained[1:]] if data.one_row and trained else trained
 
 
 def _views(record: Record, formatter: Formatter, reader: Reader) -> tuple[bool, list[Shown]]:
-    """Whether a run takes an example, and each row of it: of a pair both, of a rated answer the one
-    with its own prompt."""
+    """Whether a run takes an example, and the example's rows: of a pair both, of a rated answer the
+    row with its own prompt."""
     data, tokenizer = reader.data, reader.tokenizer
     left_out = []
     before = formatter.notes.counts()
@@ -129,7 +129,7 @@ def _views(record: Record, formatter: Formatter, reader: Reader) -> tuple[bool, 
     for (ids, _), (kept, mask) in islice(zip(rows, cut, strict=True), len(formatter.answers) or 1):
         if formatter.label_rows:
             mask = cut[-1][1]
-        elif reader.labels is not None:  # the mask tells second texts
+        elif reader.labels is not None:  # the mask marks second texts
             mask = [False] * len(kept)
         mask = _in_loss(mask, data)
         lost = list(left_out)

@@ -23,13 +23,13 @@ _log = logging.getLogger(__name__)
 
 
 class TimelineFile(Observer):
-    """timeline.json, of one plan's steps."""
+    """Writes timeline.json, with the steps of one plan."""
 
     def __init__(self, run: Watched) -> None:
         config, facts = run.placed.prepared.config, run.placed.facts
         labels = {owner: fact.label for owner, fact in facts.items()}
         self._output, self._count = config.output_dir, config.training.timeline_steps
-        self._steps: list[int] = []  # those of the file
+        self._steps: list[int] = []  # the steps in the file
         self._timeline = Timeline(config, devices=labels)
 
     def replanned(self, placed: Placement) -> None:
@@ -39,7 +39,7 @@ class TimelineFile(Observer):
         if not all(map(is_span, spans)):
             text = f"worker {owner}: COMMITTED holds what is not a span"
             raise ProtocolError(text)
-        if self._count != ALL_STEPS:  # a page has further ones recorded
+        if self._count != ALL_STEPS:  # a run page has further steps recorded
             self._steps = sorted({*self._steps, *(s["step"] for s in spans)})[: self._count]
             spans = [span for span in spans if span["step"] in self._steps]
         self._timeline.add(owner, spans, offset_s)
@@ -61,7 +61,7 @@ class TimelineFile(Observer):
 
 
 class RunPictures(Observer):
-    """The diagram of the machines, under each plan, and curves.png, at the end."""
+    """Draws the machines under each plan, and curves.png at the end."""
 
     def __init__(self, run: Watched) -> None:
         self._config = run.placed.prepared.config
@@ -109,7 +109,7 @@ class RunPictures(Observer):
 
 @contextmanager
 def _optional(what: str) -> Iterator[None]:
-    """A picture that fails, or for which matplotlib is missing, is no reason to fail."""
+    """Within the block, a failed picture or a missing matplotlib is logged and ends no run."""
     try:
         yield
     except (HeteroError, ImportError, OSError, RuntimeError, ValueError) as error:

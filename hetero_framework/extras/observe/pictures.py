@@ -1,4 +1,4 @@
-"""Shared parts of all pictures: widths of texts, formats and files, as matplotlib draws them."""
+"""Shared parts of all pictures: formats, files, and the widths of texts that matplotlib draws."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def findings(view: MachineView) -> Iterator[tuple[str, str]]:
 
 
 def save(make: Callable[[], Any], path: str | os.PathLike[str], form: str | None = None) -> Path:
-    """Write the Figure that `make` draws to `path`; `form` None: by the name of the file. Raises
+    """Write the Figure that `make` draws to `path`. Without `form` the file's name decides. Raises
     UserError without matplotlib, for an unknown format and for a file that cannot be written."""
     target = Path(path)
     chosen = picture_format(target, form, FORMATS)
@@ -54,7 +54,7 @@ def save(make: Callable[[], Any], path: str | os.PathLike[str], form: str | None
     import matplotlib
 
     content = io.BytesIO()
-    # Dollars are no formulas; characters that no font here has are drawn as boxes.
+    # Dollar signs begin no formula. A character that no font here has is drawn as a box.
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "hetero", "text.parse_math": False}
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
@@ -64,7 +64,7 @@ def save(make: Callable[[], Any], path: str | os.PathLike[str], form: str | None
 
 
 def picture_format(path: Path, asked: str | None, known: Sequence[str]) -> str:
-    """The format that was asked for, else that of the file's name. Raises UserError."""
+    """The format that was asked for, else the format of the file's name. Raises UserError."""
     chosen = (asked or path.suffix.removeprefix(".")).lower()
     if chosen not in known:
         raise UserError(
@@ -85,7 +85,7 @@ def write_picture(path: Path, content: bytes) -> Path:
 
 
 def text_pt(text: str, size_pt: float, *, bold: bool = False) -> float:
-    """The width of a line in this size."""
+    """The width of a line of text, in points."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 

@@ -39,11 +39,11 @@ Interval = tuple[float, float]
 def recorded_bound(stages: Sequence[StageInfo], events: Sequence[TraceEvent]) -> float:
     """Least seconds of a step with just these tasks and transfers, whatever their order.
 
-    The longest chain of tasks that wait for each other; and for each process, and for each
-    direction of its links, the time that it was busy between the shortest chain before and the
-    shortest after. Between two processes a chain has the delay of the quickest tensor that crossed
-    there in this step: means over steps would bound none of them. Never more than the step took,
-    though chains may seem longer where clocks contradict each other.
+    The largest of these: the longest chain of tasks that wait for each other; and, for each process
+    and each direction of its links, its busy time with the shortest chain before and the shortest
+    after. Between two processes a chain has the delay of the quickest tensor that crossed there in
+    this step: a mean over steps would bound no step. Chains may seem longer than the step where
+    clocks contradict each other, so the result is at most the seconds that the step took.
     """
     tasks = timeline.tasks_of(events)
     if not tasks:
@@ -79,8 +79,8 @@ def _taken_by(event: TraceEvent, num_stages: int) -> TaskKey:
 def _chains(
     tasks: Tasks, arrivals: Mapping[tuple[TaskKey, int], float]
 ) -> tuple[dict[TaskKey, float], dict[TaskKey, float]]:
-    """Seconds of the longest chain of tasks before and after each task. `arrivals` is when a task's
-    tensor came to a process."""
+    """Seconds of the longest chain of tasks before and after each task. `arrivals` has the time
+    at which a task's tensor came to a process."""
     links: list[tuple[TaskKey, TaskKey, tuple[int, str]]] = []  # cause, effect, edge
     delays: dict[tuple[int, str], float] = {}
     # Forwards towards the last stage, then backwards towards the first.
@@ -118,14 +118,14 @@ def covered(intervals: Iterable[Interval]) -> float:
 
 AS_GOOD = 0.01
 WORTH_IT = 0.05
-"""A change that brings less is not called a help: measured steps differ by as much."""
+"""Least gain of a change that is called a help: measured steps differ by as much."""
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """One stage: its place, and means of one micro-batch's tasks. The last stage does forward and
-    backward as one; their shares are taken from the other stages, and change nothing. A task's
-    time includes that in which the device waited for weights from host memory."""
+    """One stage: its place, and mean seconds of its tasks for a micro-batch. The last stage does
+    forward and backward as one task, split here as in the other stages; no result depends on the
+    split. A task's time includes the device's waits for weights from host memory."""
 
     index: int
     process: int
@@ -134,21 +134,21 @@ class StageTimes:
     forward_s: float
     backward_s: float
     slowest: float
-    """The slowest task over the median one."""
+    """The slowest task's time over the median task's."""
     offload: int = 0
-    """Of its layers, those whose weights come from host memory."""
+    """The number of its layers whose weights come from host memory."""
     streaming_s: float = 0.0
     hidden: float = 1.0
-    """The share of these seconds of a step in which the process computed."""
+    """The share of `streaming_s` in which the process computed and did not wait for weights."""
     awaited: float = 0.0
-    """The share of the tasks in which the device waited for weights."""
+    """The share of the tasks' time in which the device waited for weights."""
     too_many: int = 0
-    """By how many fewer streamed layers would not be waited for."""
+    """The number of streamed layers to give up so that no task waits for weights."""
 
 
 @dataclass(frozen=True)
 class ProcessTimes:
-    """Where a process's share of a step went: means over the steps.
+    """How a process spent the time of a step: mean seconds over the steps.
 
     compute + activations + gradients + start + done = the pipeline's seconds. `wire_s` is the
     part of the waits in which the awaited tensor was finished already and on its way.
@@ -196,8 +196,8 @@ class Change:
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """Means over `steps` (counted from 1) of `micro_batches` each, in seconds, and the changes that
-    would help. `simulated_s` is the pipeline when simulated, `between_s` None where no two steps
-    were recorded in a row."""
+    would help. `simulated_s` is the simulated time of the pipeline. `between_s` is None if no two
+    recorded steps follow each other."""
 
     micro_batches: int
     max_in_flight: int | None
@@ -225,7 +225,7 @@ class Diagnosis:
         return self.best_of({change.kind for change in self.changes})
 
     def best_of(self, kinds: Collection[str]) -> Change | None:
-        """The same among some kinds: of those within 1 % of the best, the one that asks least."""
+        """As `best`, among some kinds: of the changes within 1 % of the best, the first one."""
         possible = [change for change in self.changes if change.kind in kinds]
         most = max((change.gain for change in possible), default=0.0)
         if most < WORTH_IT:
@@ -245,12 +245,12 @@ class Diagnosis:
         )
 
     def simulate(self) -> float:
-        """Seconds of the pipeline when simulated, run as the coordinator would choose to run it."""
+        """Simulated seconds of the pipeline, with the schedule that a coordinator would choose."""
         tuned = tune(self.profile, self.micro_batches, max_in_flight=self.max_in_flight)
         return tuned.forecast.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON types, for programs."""
+        """The diagnosis as JSON types."""
         best = self.best
         return {**asdict(self), "ratio": self.ratio, "best": None if best is None else asdict(best)}
 
@@ -262,7 +262,7 @@ def scaled(one: _Timed, factor: float) -> _Timed:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step's events: from its first task to its last (`computed`) and to its end."""
+    """One step: its events and waits, and when it began, ended its tasks (`computed`) and ended."""
 
     step: int
     events: list[TraceEvent]
@@ -310,7 +310,7 @@ def stage_times(trace: Trace, steps: Sequence[MeasuredStep]) -> tuple[StageTimes
 def _streaming(
     trace: Trace, steps: Sequence[MeasuredStep], stage: int
 ) -> tuple[float, float, float, int]:
-    """The last fields of StageTimes."""
+    """`streaming_s` and the later fields of StageTimes."""
     count, hidden_s = Counter[str](), 0.0
     total, waited = defaultdict[str, float](float), defaultdict[str, float](float)
     for step in steps:
@@ -328,7 +328,7 @@ def _streaming(
     if not (moving_s := total.pop(WEIGHTS)):
         return 0.0, 1.0, 0.0, 0
     hidden_s -= waited.pop(WEIGHTS)
-    # A layer fewer is a copy fewer for each task, or each half of one that does both.
+    # Each layer fewer saves a copy in each task, or in each half of a task that does both.
     longest_s = max((waited[kind] / count[kind] for kind in waited if count[kind]), default=0.0)
     too_many = math.ceil(longest_s * count[WEIGHTS] / moving_s)
     awaited = sum(waited.values()) / (sum(total.values()) or 1.0)
@@ -343,7 +343,7 @@ def process_times(trace: Trace, steps: Sequence[MeasuredStep], process: int) -> 
 
 
 def _times_in(step: MeasuredStep, process: int) -> dict[str, float]:
-    """The fields of a process in one step."""
+    """The fields of ProcessTimes for one step."""
     pauses = [wait for wait in step.waits if wait.process == process]
     tasks = [e for e in step.events if e.process == process and e.kind in COMPUTE]
     return {
@@ -358,8 +358,8 @@ def _times_in(step: MeasuredStep, process: int) -> dict[str, float]:
 
 
 class NicSpeeds:
-    """How fast each process's NICs are, by the frames that passed: all bytes of a NIC over the time
-    in which any were moving, since the tensors of several links slow each other down."""
+    """The speeds of processes' NICs, by the frames that passed: all bytes of a NIC over the time in
+    which any moved, since the tensors of several links slow each other down."""
 
     def __init__(self, steps: Sequence[MeasuredStep]) -> None:
         passed: dict[tuple[int | None, str], list[TraceEvent]] = {}
@@ -375,8 +375,8 @@ class NicSpeeds:
             self._frame[nic] = sorted(e.seconds / e.nbytes for e in events)[(len(events) - 1) // 4]
 
     def seconds(self, nbytes: float, path: Sequence[int], *, alone: bool = False) -> float:
-        """Seconds for which `nbytes` occupy the path from process to process; with `alone` those of
-        one frame, by the quicker ones that passed."""
+        """Seconds for which `nbytes` occupy the path from process to process. With `alone`, at the
+        speed of a single frame, judged by the quicker frames that passed."""
         known = self._frame if alone else self._shared
         nics = [nic for a, b in itertools.pairwise(path) for nic in ((a, "out"), (b, "in"))]
         return nbytes * max(known.get(nic, 0.0) for nic in nics)
@@ -385,7 +385,7 @@ class NicSpeeds:
 def boundary_of(
     trace: Trace, steps: Sequence[MeasuredStep], nics: NicSpeeds, after: int
 ) -> Boundary:
-    """The measurements between stage `after` and the next one."""
+    """The boundary between stage `after` and the next one, as measured."""
     one, other = trace.stages[after].process, trace.stages[after + 1].process
     if one == other:
         return Boundary(after, "same process")
@@ -412,9 +412,9 @@ def boundary_of(
 def _frames(
     steps: Sequence[MeasuredStep], what: str, source: int, target: int, receiver: int
 ) -> tuple[list[TraceEvent], float]:
-    """The frames of one direction over a boundary, and the shortest time from the end of a task to
-    its tensor's arrival at the neighbour, the median of the steps; others wait for frames in front
-    of them."""
+    """The frames of one direction over a boundary, and their delay. In a step that is the shortest
+    time from a task's end to its tensor's arrival at the neighbour, since other tensors wait for
+    frames in front of them. The delay is the median over the steps."""
     frames, delays = [], []
     for step in steps:
         tasks = [e for e in step.events if e.kind in COMPUTE and e.stage == source]

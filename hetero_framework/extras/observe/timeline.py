@@ -24,8 +24,8 @@ Seconds = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """A span on the coordinator's clock. `process` is a number of `Trace.processes`, `peer` the
-    other process of a transfer (None otherwise), `nbytes` 0 where unknown."""
+    """A span on the coordinator's clock. `process` is an index of `Trace.processes`. `peer` is the
+    other process of a transfer (None otherwise). `nbytes` is 0 if unknown."""
 
     kind: str
     process: Number
@@ -63,7 +63,7 @@ class Process:
 
 @dataclass(frozen=True)
 class StageInfo:
-    """A stage: which process runs it, its layers [start, end), and how many of them visit the
+    """A stage: the process that runs it, its layers [start, end), and how many of them visit the
     device from host memory."""
 
     process: Number
@@ -78,8 +78,8 @@ class StageInfo:
 
 @dataclass(frozen=True)
 class Trace:
-    """The content of timeline.json. Times are seconds after the first event; `settings` are those
-    of the run that decide about speed; `dropped` counts spans that were not kept."""
+    """The content of timeline.json. Times are seconds after the first event. `settings` are the
+    run's settings that affect speed. `dropped` counts spans that were not kept."""
 
     processes: tuple[Process, ...]
     stages: tuple[StageInfo, ...]
@@ -110,7 +110,7 @@ Tasks = Mapping[TaskKey, TraceEvent]
 class Wait:
     """A pause of a process between two of its tasks.
 
-    `reason` is what the task after it waited for: "activations", "gradients", or "start" (the first
+    `reason` is what the next task waited for: "activations", "gradients", or "start" (the first
     stage waits for no other). `wire_s` is the part after the tensor was ready at its sender: time
     on the wire and in queues.
     """
@@ -144,14 +144,14 @@ def _frame(event: TraceEvent) -> _Frame:
 
 
 def aligned(events: Sequence[TraceEvent]) -> list[TraceEvent]:
-    """The events of one step, each worker's clock moved so little as makes causes precede effects.
+    """The events of one step, each worker's clock moved just enough that causes precede effects.
 
     A link measures its peer's clock to half a round trip at best. But no frame arrives before its
-    sending begins, and no task begins before the one whose tensor it takes has ended. Each such
-    pair bounds from one side by how much one process may be moved against another, and chains of
-    them bound it further. Each process in turn is moved to the inside of its bounds against those
-    before it, or, where they exclude each other, to their middle. Clocks drift, so this is done
-    for each step anew.
+    sending begins, and no task begins before the task whose tensor it takes has ended. Each such
+    pair bounds, from one side, how far one process may be moved against another. Chains of pairs
+    bound it further. Each process in turn is moved into its bounds against the processes before
+    it, or to the middle of bounds that exclude each other. Clocks drift, so each step is aligned
+    anew.
     """
     shift = _shifts(events)
     return [
@@ -161,7 +161,7 @@ def aligned(events: Sequence[TraceEvent]) -> list[TraceEvent]:
 
 
 def _shifts(events: Sequence[TraceEvent]) -> dict[int, float]:
-    """By how much each process's events are moved; the coordinator's stay."""
+    """Seconds by which each process's events are moved; 0 for the coordinator's."""
     processes = sorted({event.process for event in events} | {0})
     least = dict.fromkeys(itertools.product(processes, processes), -math.inf)
     for cause, at, effect, then in _causes(events):
@@ -178,7 +178,7 @@ def _shifts(events: Sequence[TraceEvent]) -> dict[int, float]:
 
 
 def _causes(events: Sequence[TraceEvent]) -> Iterator[tuple[int, float, int, float]]:
-    """(process, time) of a cause and (process, time) of its effect, for all of one step."""
+    """(process of a cause, its time, process of the effect, its time) for all causes in a step."""
     for send, receive in transfers(events):
         yield send.process, send.began, receive.process, receive.ended
     tasks = tasks_of(events)
@@ -194,7 +194,7 @@ def tasks_of(events: Iterable[TraceEvent]) -> Tasks:
 
 
 def awaited(task: TraceEvent, tasks: Tasks) -> TraceEvent | None:
-    """The task of a neighbouring stage whose tensor this one takes."""
+    """The task of a neighbouring stage whose tensor `task` takes; None if there is none."""
     k, behind = task.micro_batch, task.stage + 1
     if task.kind == BACKWARD:
         return tasks.get((FORWARD_BACKWARD, behind, k)) or tasks.get((BACKWARD, behind, k))
@@ -202,7 +202,7 @@ def awaited(task: TraceEvent, tasks: Tasks) -> TraceEvent | None:
 
 
 def with_bytes(events: Sequence[TraceEvent]) -> list[TraceEvent]:
-    """A frame's size and type, known at one of its ends at least, at all of its events."""
+    """The events, with a frame's size and type at both of its ends if one end recorded them."""
     known = {_frame(e): e for e in events if e.nbytes}
     return [
         replace(e, nbytes=known[_frame(e)].nbytes, dtype=known[_frame(e)].dtype)
@@ -213,8 +213,8 @@ def with_bytes(events: Sequence[TraceEvent]) -> list[TraceEvent]:
 
 
 def waits(stages: Sequence[StageInfo], events: Iterable[TraceEvent]) -> list[Wait]:
-    """The pauses between the tasks of each process in one step. The first one of a process counts
-    from the step's first task anywhere."""
+    """The pauses between the tasks of each process in one step. A process's first pause begins
+    with the step's first task anywhere."""
     tasks = tasks_of(events)
     in_order = sorted(tasks.values(), key=lambda task: task.began)
     free = {stage.process: in_order[0].began for stage in stages} if in_order else {}

@@ -4,8 +4,8 @@ https://ui.perfetto.dev and chrome://tracing open the file; `read_timeline` read
 `hetero timeline`. A step is appended when all processes have reported it; then the file is valid
 JSON again.
 
-Rows: one group for each process. In it each stage has a row of tasks and one for each kind of
-tensors that visit it from host memory; the links have rows of tensors sent and received.
+Each process has a group of rows. In it each stage has a row of tasks, and a row for each kind of
+tensors that visit it from host memory. The links have rows of tensors sent and received.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from hetero_framework.file_trust import not_through_links
 
 TIMELINE_FILE = "timeline.json"
 MAX_EVENTS = 400_000
-"""More are not kept: about 2000 steps of 4 stages and 16 micro-batches, 100 MB."""
+"""Most events that are kept: about 2000 steps of 4 stages and 16 micro-batches, 100 MB."""
 _log = logging.getLogger(__name__)
 _MOST_OPEN = 3
-"""Steps that may wait for a process's spans; one that never comes was lost with its link."""
+"""Steps that may wait for a process's spans. Spans that never come were lost with their link."""
 
 _VISITS = {WEIGHTS: "weights from host memory", AWAITED: "waits for weights"}
 _LETTERS = {FORWARD: "F", BACKWARD: "B", FORWARD_BACKWARD: "FB"}
@@ -64,7 +64,7 @@ _LETTERS = {FORWARD: "F", BACKWARD: "B", FORWARD_BACKWARD: "FB"}
 
 @dataclass(frozen=True)
 class About:
-    """The head of the file: the run that its events are of."""
+    """The head of the file: facts of the run whose events follow."""
 
     format: Literal["hetero timeline 2"]
     processes: tuple[Process, ...]
@@ -72,7 +72,7 @@ class About:
     settings: Mapping[str, Any]
 
     def event(self, fields: Mapping[str, Any]) -> TraceEvent:
-        """The event with these fields. Raises ValueError for one that cannot be of this run."""
+        """The event with these fields. Raises ValueError if it cannot be of this run."""
         event = _EVENT.validate_python(fields)
         numbers = (event.process, event.process if event.peer is None else event.peer)
         if (
@@ -91,8 +91,8 @@ _EVENT, _ABOUT = TypeAdapter(TraceEvent), TypeAdapter(About)
 class Timeline:
     """Gathers the spans of a run and appends them to output_dir/timeline.json.
 
-    A thread does the work. Its errors come out of the next `add`, or of `close`; a file that cannot
-    be written is reported once and ends no run.
+    A thread does the work. The next `add` raises its errors, or `close` does. A file that cannot be
+    written is reported once and ends no run.
     """
 
     def __init__(self, config: Config, *, devices: Mapping[WorkerId, str] | None = None) -> None:
@@ -115,9 +115,9 @@ class Timeline:
         self._failed = self._closed = False
 
     def add(self, owner: WorkerId, spans: Sequence[Span], offset_s: float = 0.0) -> None:
-        """Take over what a process recorded; `offset_s` is its clock minus the coordinator's.
-        Raises ProtocolError when an earlier call brought data that no Recorder made. After `close`
-        nothing is taken."""
+        """Take over the spans of a process; `offset_s` is its clock minus the coordinator's. Raises
+        ProtocolError if an earlier call brought data that no Recorder made. Does nothing after
+        `close`."""
         if self._closed:
             return
         while self._jobs and self._jobs[0].done():
@@ -163,7 +163,7 @@ class Timeline:
             raise ProtocolError(f"{name} sent a span that is none: {str(span)[:200]}") from None
 
     def _write(self, *, at_end: bool = False) -> None:
-        """Write each step that all processes have reported, or whose wait has timed out."""
+        """Write each step that all processes have reported, or that waited for _MOST_OPEN steps."""
         steps = []
         for step in sorted(self._open):
             told = {event.process for event in self._open[step] if event.kind in COMPUTE}
@@ -181,7 +181,7 @@ class Timeline:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """The settings of the configuration that affect speed, where they are set."""
+    """The settings that affect speed, of those that the configuration sets."""
     raw = config.to_dict()
     chosen: dict[str, Any] = {name: raw[name] for name in ("links", "wire") if name in raw}
     names = ("max_in_flight", "per_device_train_batch_size", "timeline_steps")
@@ -189,7 +189,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 class _File:
-    """The file, open to its end: entries are written over the closing brackets, which follow."""
+    """The file. New entries overwrite its closing brackets, which are then written again."""
 
     def __init__(self, path: Path, about: About) -> None:
         self.path = path
@@ -231,8 +231,8 @@ def _tail(dropped: int) -> str:
 
 
 _ROWS = 100_000
-"""Rows of process n have the numbers after _ROWS (n + 1), and its pid is n + 1: viewers take 0 for
-the idle process, and want a thread's number once."""
+"""The rows of process n are numbered from _ROWS (n + 1), and its pid is n + 1. Viewers take pid 0
+for the idle process, and want each thread's number once."""
 _UPDATE_ROW = 9_990
 _SEND_ROW = 10_000
 _RECEIVE_ROW = 50_000
@@ -256,8 +256,8 @@ def _micro(seconds: float) -> float:
 
 
 class _Rows:
-    """Numbers and names of the rows. Spans of one row must not overlap, or a viewer nests them:
-    what overlaps on a link (it has several threads) goes to a further row of that link."""
+    """Numbers and names of the rows. Spans of one row must not overlap, or a viewer nests them. So
+    overlapping spans of a link, which has several threads, go to further rows of the link."""
 
     def __init__(self, about: About) -> None:
         self._processes, self._stages = about.processes, about.stages
@@ -271,7 +271,7 @@ class _Rows:
         return _ROWS * (self._stages[stage].process + 1) + 10 * stage + 1
 
     def of_event(self, event: TraceEvent) -> tuple[int, str]:
-        """(row, name) of an event; to be asked in the order of their beginnings."""
+        """(row, name) of an event. Called for events in the order in which they began."""
         if event.kind in COMPUTE:
             return self.of_stage(event.stage), f"{_LETTERS[event.kind]}{event.micro_batch}"
         if event.kind in VISITS:
@@ -314,8 +314,8 @@ def _metadata(what: str, row: int, value: str | int) -> dict[str, Any]:
 
 
 def read_timeline(run: str | os.PathLike[str]) -> Trace:
-    """Read timeline.json of a run's output directory, or a file of that form. Raises UserError when
-    there is none, or it is not one of ours."""
+    """Read timeline.json of a run's output directory, or a file of that form. Raises UserError if
+    there is no such file, or if this program has not written it."""
     path = Path(run)
     if path.is_dir():
         path = path / TIMELINE_FILE
@@ -343,7 +343,7 @@ def read_timeline(run: str | os.PathLike[str]) -> Trace:
 
 
 def _json(text: str) -> Any:
-    """The parsed file; of one whose writer was killed meanwhile, all whole entries."""
+    """The parsed file. If its writer was killed while writing, all whole entries of it."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

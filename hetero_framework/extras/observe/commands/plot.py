@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> None:
     places = [Path(place) for place in arguments.runs]
     beside = places[0] if places[0].is_dir() else places[0].parent
     if len(places) > 1 and arguments.output is None:
-        check_outputs(arguments, CURVES_FILE)  # that of one run is the run's own
+        check_outputs(arguments, CURVES_FILE)  # one run's curves.png is the run's own
     default = beside / CURVES_FILE if len(places) == 1 else Path(CURVES_FILE)
     file = draw([read_run(place, str(place)) for place in places], arguments.output or default)
     print(f"drawn: {file}")
