@@ -1,7 +1,7 @@
 """The planner: layers, stages and schedule for a fleet, from times alone. No torch, no sockets.
 
-`plan` and `evaluate` are its interface; docs/maintainers/planner.md has the parts of the search in
-order.
+`plan` and `evaluate` are its interface. docs/maintainers/planner.md describes the search, part by
+part.
 """
 
 from hetero_framework.extras.planner.planning import evaluate, plan

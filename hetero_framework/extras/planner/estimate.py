@@ -43,9 +43,9 @@ from hetero_framework.models.files.quantization import check_devices, stored_qua
 from hetero_framework.units import bit_rate, share, size
 
 DEFAULT_BANDWIDTH = "1Gbit/s"
-_LINK_SHARE = 0.94  # of the line, with the headers of Ethernet, IP and TCP taken off
+_LINK_SHARE = 0.94  # of the line's rate: the headers of Ethernet, IP and TCP take the rest
 _LATENCY_S = 3e-4
-_COUNTED_BYTES = 64 << 20  # of training data: a few seconds of tokenising
+_COUNTED_BYTES = 64 << 20  # most training data that is tokenised: a few seconds
 _NO_EVALUATION = {"eval_strategy": None, "eval_steps": None, "eval_on_start": False}
 _RATE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]?)(bit/s|bps|b/s)", re.IGNORECASE)
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -54,10 +54,10 @@ _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 def estimate_fleet(
     config: Config, devices: Sequence[str], bandwidths: Sequence[str], excluded: Sequence[str] = ()
 ) -> tuple[FleetProfile, dict[str, Any]]:
-    """The profile of the machines of `config` on paper, and as JSON types its assumptions and how
-    far it may be off. `devices` are as in "1=RTX 3090", `bandwidths` as in "1Gbit/s" for all and
-    "2=100Mbit/s" for one; a worker in `excluded` needs none. Raises UserError for options that are
-    wrong, and what `load_model_config` and `model_work` raise."""
+    """The estimated profile of the machines of `config`, and as JSON types its assumptions and how
+    far it may be off. `devices` are as in "1=RTX 3090". `bandwidths` are as in "1Gbit/s" for all
+    processes and "2=100Mbit/s" for one. A worker in `excluded` needs no device. Raises UserError
+    for wrong options, and what `load_model_config` and `model_work` raise."""
     config.require("model")
     assert config.model is not None
     for name in excluded:
@@ -66,7 +66,7 @@ def estimate_fleet(
     needed = [text for text in devices if text.partition("=")[0] not in excluded]
     known, rates = _devices(config, ids, needed), _rates(ids, bandwidths)
     model = load_model_config(config.model, config.base_dir)
-    # The plan in the file does not count: any of these may hold layers.
+    # The plan in the file does not count: any of these processes may hold layers.
     fleet = config.with_changes(shard_plan=AUTO)
     check_devices(fleet, model, {id: _no_four_bit(known[id]) for id in ids})
     works = config.per_quantization(ids, lambda id: model_work(fleet.held_by(id), model))
@@ -92,7 +92,7 @@ def _no_four_bit(device: KnownDevice) -> str | None:
 
 
 def _job(config: Config, model: PretrainedConfig, ids: Sequence[WorkerId]) -> dict[str, Any]:
-    """The trained weights and the sizes of micro-batches; `epoch_tokens` where the data are
+    """Facts of the job: trained weights, sizes of micro-batches, and `epoch_tokens` if the data are
     here."""
     assert config.model is not None
     training, adapter, dtype = config.training, config.adapter, config.model.dtype
@@ -109,7 +109,7 @@ def _job(config: Config, model: PretrainedConfig, ids: Sequence[WorkerId]) -> di
 
 
 def _epoch_tokens(config: Config) -> int | None:
-    """Tokens of the training data, where data and tokenizer are small files of this machine."""
+    """Tokens of the training data, if tokenizer and small data files are here; else None."""
     data, model = config.data, config.model
     name = (model.tokenizer or model.name_or_path) if model is not None else None
     if data is None or data.streaming or name is None or not config.path(name).is_dir():
@@ -129,8 +129,8 @@ def _epoch_tokens(config: Config) -> int | None:
 def paper_config(
     model: str, devices: Sequence[str], settings: Sequence[str], adapter: str | None = None
 ) -> Config:
-    """The proposal of `hetero init` for a model here and on the workers of `devices`; of a
-    quantised one those that cannot hold it so do not. Raises as `estimate_fleet`."""
+    """The proposal of `hetero init` for a model here and on the workers of `devices`. Machines that
+    lack 4 bits hold a quantised model in full precision. Raises as `estimate_fleet` does."""
     named = {text.partition("=")[0]: text.partition("=")[2] for text in devices}
     ids = [owner for owner in named if owner != "local"]
     loaded = load_model_config(ModelConfig(name_or_path=model), Path.cwd())
@@ -155,8 +155,8 @@ def paper_config(
 def other_job(
     config: Config, adapter: str | None, *, max_length: int | None, rows: int | None
 ) -> Config:
-    """The configuration with another adapter ("lora", "qlora", "none"), `max_length` or `rows` of a
-    micro-batch, where given. Raises ConfigError."""
+    """The configuration with another adapter ("lora", "qlora", "none"), `max_length` or `rows` per
+    micro-batch, as far as they are given. Raises ConfigError."""
     config.require("model")
     changes: dict[str, Any] = {}
     if adapter is not None:
@@ -171,8 +171,8 @@ def other_job(
 
 
 def pace(job: Mapping[str, Any], step_s: float) -> dict[str, float]:
-    """The tokens a second of a step of full rows, and the hours for those of the data, or for a
-    million where their number is unknown."""
+    """Tokens per second of a step with full rows, and the hours for the tokens of the data, or for
+    a million tokens if their number is unknown."""
     tokens = job["rows"] * job["max_length"] * job["micro_batches"]
     per_s = tokens / step_s if step_s > 0 else math.inf
     whole = job["epoch_tokens"] or 1_000_000
@@ -226,7 +226,7 @@ def _about(
 def _devices(
     config: Config, ids: Sequence[WorkerId], options: Sequence[str]
 ) -> dict[WorkerId, KnownDevice]:
-    """The devices that are named; else this machine's, for the processes that run here."""
+    """The device of each process: as named, else this machine's for processes that run here."""
     named: dict[str, str] = {}
     for option in options:
         owner, _, name = option.partition("=")
@@ -277,7 +277,7 @@ def _own_device(name: str) -> KnownDevice:
 def _rates(ids: Sequence[WorkerId], options: Sequence[str]) -> dict[WorkerId, float]:
     """Bytes per second of each process's network."""
     rates = dict.fromkeys(ids, _rate(DEFAULT_BANDWIDTH, DEFAULT_BANDWIDTH))
-    for option in sorted(options, key=lambda option: "=" in option):  # the rate of all comes first
+    for option in sorted(options, key=lambda option: "=" in option):  # a rate for all comes first
         owner, equals, rate = option.rpartition("=")
         owners = [id for id in ids if not equals or str(id) == owner]
         if not owners:
@@ -301,7 +301,7 @@ def _rate(text: str, option: str) -> float:
 def _links(
     config: Config, ids: Sequence[WorkerId], rates: Mapping[WorkerId, float]
 ) -> list[dict[str, Any]]:
-    """Links of all pairs; none of two workers where the configuration relays or neither listens."""
+    """Links of all pairs, but none between workers if `links` is "relay" or neither listens."""
 
     callers = [worker.id for worker in config.workers if worker.dials]
     return [
@@ -318,7 +318,7 @@ def _links(
 
 
 def _cost(work: ModelWork, device: KnownDevice) -> ModelCost:
-    """The costs of the parts on a device."""
+    """The estimated costs of the model's parts on a device."""
 
     def seconds(flops: float, nbytes: float, unpacked: float) -> float:
         return device.seconds(flops, nbytes, unpacked, half=work.half)

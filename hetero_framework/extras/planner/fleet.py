@@ -1,7 +1,7 @@
 """`hetero plan --measure`: the time of each part of the model on each machine, and all links.
 
-Real workers and links serve a tiny model. Each process measures the parts of the real one with
-random weights, so none of them needs to have it.
+Real workers and links serve a tiny model. Each process measures the parts of the real model with
+random weights, so no process needs to have it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hetero_framework.units import bit_rate, seconds
 _log = logging.getLogger(__name__)
 _MAX_FRAME_BYTES = 1 << 28
 _LINK_BYTES = (1 << 20, 1 << 25)
-_FREE = 0.9  # of a machine's free memory: what layers in it may fill
+_FREE = 0.9  # share of a machine's free memory that layers may fill
 _DISTURBED = 1.2
 """A smaller slowdown of both directions of a link together is taken for noise."""
 
@@ -44,11 +44,11 @@ _DISTURBED = 1.2
 def measure_fleet(
     config: Config, *, access: Access | None = None, anew: bool = False
 ) -> FleetProfile:
-    """Measure this machine, every worker of `config`, and the links between all of them; machines
-    at once, processes of one machine in turn. A machine measures again what it has cached for the
-    same model, settings and versions only `anew`. Raises UserError for a worker that cannot be
-    measured or goes away, what `Cluster.start` raises, and KeyboardInterrupt; no worker that was
-    started here is left behind."""
+    """Measure this machine, every worker of `config`, and the links between all of them. Machines
+    measure at once, processes of one machine in turn. Results that a machine has cached for the
+    same model, settings and versions are used unless `anew`. Raises UserError for a worker that
+    cannot be measured or goes away, what `Cluster.start` raises, and KeyboardInterrupt. No worker
+    that was started here is left behind."""
     with _measured(config, access, anew) as (_, profile):
         return profile
 
@@ -56,8 +56,8 @@ def measure_fleet(
 def plan_fleet(
     config: Config, plan: Callable[[FleetProfile], Result], *, access: Access | None = None
 ) -> Result:
-    """Measure as `measure_fleet` does, and `plan` while the workers are here: workers left out
-    are told so and end, the others wait for the run. Raises what both raise."""
+    """Measure as `measure_fleet` does, and call `plan` while the workers are here. Workers that are
+    left out are told so and end; the others wait for the run. Raises what both calls raise."""
     with _measured(config, access, anew=False) as (cluster, profile):
         result = plan(profile)
         needed = {entry["id"] for entry in result.shard_plan}
@@ -115,7 +115,7 @@ def _loss(cluster: Cluster, error: LinkLost | DirectLost | PeerLostError) -> str
 
 
 class _Measuring:
-    """The measurements of a cluster, with a line for each part that was measured."""
+    """The measurements of a cluster, with a log line for each."""
 
     def __init__(
         self, config: Config, model: PretrainedConfig, cluster: Cluster, anew: bool
@@ -135,7 +135,7 @@ class _Measuring:
     def _measured_at_once(
         self, together: Sequence[WorkerId]
     ) -> dict[WorkerId, remote_measurement.Measurement]:
-        """The costs of all of these; this thread measures its own process."""
+        """The costs on these processes, measured at once; this thread measures this process."""
         cluster, measured = self._cluster, {}
         asked = {
             worker: remote_measurement.question(
@@ -172,7 +172,7 @@ class _Measuring:
         return measured
 
     def links(self, hidden_bytes: int) -> list[dict[str, Any]]:
-        """Every pair of processes, both ways, with messages as large as the boundary's tensors."""
+        """The links of all pairs of processes, measured with messages of a boundary's size."""
         least, most = _LINK_BYTES
         nbytes = max(least, min(hidden_bytes, most))
         cluster = self._cluster
@@ -207,8 +207,8 @@ class _Measuring:
 def directions(
     one: WorkerId, other: WorkerId, speed: link_probe.LinkSpeed
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A link as a profile has it, there and back. A step has activations and gradients under way at
-    once, so each direction has its full-duplex speed."""
+    """Both directions of a link as a profile has them. A step has activations and gradients under
+    way at once, so each direction has its full-duplex speed."""
     times = speed.both_ways if speed.both_ways > _DISTURBED else 1.0
     up, down, delay_s = speed.up_bytes_per_s, speed.down_bytes_per_s, speed.round_trip_s / 2
     return (
@@ -245,7 +245,7 @@ def _summary(measured: remote_measurement.Measurement) -> str:
 
 
 def _tiny(config: Config, folder: str) -> Config:
-    """The processes of `config`, all of them, with a layer of a tiny model each."""
+    """A configuration with all processes of `config`, each with a layer of a tiny model."""
     raw, owners = config.to_dict(), ["local", *(worker.id for worker in config.workers)]
     plan = [{"id": owner, "start": k, "end": k + 1} for k, owner in enumerate(owners)]
     fields = {**model_allowlist.TINY, "num_hidden_layers": len(owners)}
@@ -254,12 +254,12 @@ def _tiny(config: Config, folder: str) -> Config:
     for machine in (raw["coordinator"], *raw["workers"]):
         machine["quantization"] = None
     for worker in raw["workers"]:
-        worker["models"] = ["*"]  # one that this process starts serves nobody else
+        worker["models"] = ["*"]  # a worker that this process starts serves nobody else
     return Config.from_dict(
         {
             **{name: raw[name] for name in ("coordinator", "workers")},
             "shard_plan": plan,
-            "links": "relay",  # those between workers are opened when their turn comes
+            "links": "relay",  # links between workers are opened when their turn comes
             "model": {"from_config": fields, "tokenizer": "none"},
             "training": {**training, "output_dir": folder},
         },

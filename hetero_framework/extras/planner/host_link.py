@@ -16,9 +16,9 @@ from hetero_framework.core.devices import Device
 from hetero_framework.errors import is_out_of_memory
 
 _FIRST_BYTES, _MOST_BYTES = 1 << 20, 1 << 26
-_COPIES_S = 0.05  # about as long does a measurement of copies take
+_COPIES_S = 0.05  # about the seconds that a measurement of copies takes
 _RUNS = 3
-_MOST_S = 3.0  # after that long nothing is measured again
+_MOST_S = 3.0  # seconds after which no measurement is repeated
 _MOST_COPIES = 4096
 Rate = Annotated[float, 1.0, 1e15]
 Times = Annotated[float, 1.0, 1e3]
@@ -26,9 +26,9 @@ Times = Annotated[float, 1.0, 1e3]
 
 @dataclass(frozen=True)
 class HostLink:
-    """Bytes per second between a device and pinned memory of its machine, each way by itself; how
-    many times as long both at once take, and computing while they go on. The names are those of a
-    `DeviceProfile`."""
+    """Bytes per second between a device and pinned memory of its machine, each way by itself.
+    `both_ways` and `copy_slowdown` are how many times as long copies take both ways at once, and
+    computing during copies. The names are those of `DeviceProfile`."""
 
     host_to_device_bytes_per_s: Rate
     device_to_host_bytes_per_s: Rate
@@ -37,9 +37,9 @@ class HostLink:
 
 
 def measured_link(device: Device, compute: Callable[[], object]) -> HostLink | None:
-    """The link of a device; None where memory is one, is full, or copies take seconds. `compute`
-    queues the work that is timed while copies go on. Memory that the system does not pin is
-    measured as it is."""
+    """The link of a device; None if the device shares the machine's memory, memory is full, or
+    copies take seconds. `compute` queues the work that is timed during copies. Memory that the
+    system does not pin is measured as it is."""
     nbytes = 0 if device.one_memory else _MOST_BYTES
     while nbytes >= _FIRST_BYTES:
         try:
@@ -75,7 +75,7 @@ def _measured(device: Device, compute: Callable[[], object], most_bytes: int) ->
             times.append(measure())
         return min(times)
 
-    seconds(_FIRST_BYTES, *ways)  # wakes what sleeps
+    seconds(_FIRST_BYTES, *ways)  # warms up
     if time.monotonic() > ends:
         return None
     rate = _FIRST_BYTES / least_s(lambda: seconds(_FIRST_BYTES, *ways))

@@ -29,7 +29,7 @@ _CPU = re.compile(
     r"|ampere altra|neoverse|cortex)\b",
     re.IGNORECASE,
 )
-_ASSUMED_CORES, _ASSUMED_GIB = 8, 16  # of a CPU whose text has neither
+_ASSUMED_CORES, _ASSUMED_GIB = 8, 16  # for a CPU whose text has neither
 _WORD = re.compile(r"[a-z]+|\d+")
 _VARIANTS = frozenset({"ti", "super", "pro", "max", "ultra", "xt", "xtx", "gre"})
 """Words right behind a name that make it another device, with other figures."""
@@ -39,8 +39,8 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of a kind of device's figures that training reaches, and the seconds that it takes to
-    start the kernels of a layer."""
+    """The shares of its figures that a kind of device reaches in training, and the seconds that it
+    takes to start the kernels of a layer."""
 
     compute: float
     bandwidth: float
@@ -52,7 +52,7 @@ class Efficiency:
 class KnownDevice:
     """A device by its figures: bytes, operations per second of half and of single precision, bytes
     per second of its memory. `source` is a page, or says where the figures are from. `host_bytes`
-    is the machine's memory beside a card's own, and `host_is_assumed` where it was not said."""
+    is the machine's memory besides a card's own; `host_is_assumed` if it was not given."""
 
     name: str
     kind: str
@@ -71,7 +71,7 @@ class KnownDevice:
 
     @property
     def host_link(self) -> float:
-        """Bytes per second of copies from the machine's memory; 0 where memory is one."""
+        """Bytes per second of copies from the machine's memory; 0 if the device shares it."""
         links = _table()["host_links"].items()
         rates = (float(gbs) * 1e9 for gbs, names in links if re.fullmatch(names, self.name))
         return next(rates, BUS_RATE) if self.kind == "gpu" else 0.0
@@ -86,8 +86,8 @@ class KnownDevice:
         return self.memory_bytes * self.efficiency.usable_memory
 
     def seconds(self, flops: float, nbytes: float, unpacked: float, *, half: bool) -> float:
-        """Seconds of work on the device, bounded by its arithmetic or by its memory, and before
-        it the pass that unpacks `unpacked` numbers of quantised weights."""
+        """Seconds of work on the device, bounded by its arithmetic or by its memory, with the pass
+        before it that unpacks `unpacked` numbers of quantised weights."""
         reached, peak = self.efficiency, self.half_flops if half else self.float_flops
         rate = self.bandwidth * reached.bandwidth
         unpacking_s = unpacked * float(_table()["unpacking_bytes"]) / rate
@@ -95,7 +95,7 @@ class KnownDevice:
 
 
 def factor() -> float:
-    """A step takes between the estimate divided by this and multiplied by it."""
+    """The factor by which a step may take more or less time than estimated."""
     return float(_table()["factor"])
 
 
@@ -115,11 +115,11 @@ def known_device(
     text: str, *, memory_bytes: float | None = None, host_bytes: float | None = None
 ) -> KnownDevice:
     """The device that a person or a driver calls so: "RTX 3090", "NVIDIA GeForce RTX 3090", "Apple
-    M2 Max 64GB", "8-core CPU 32GB", "cpu", or by figures of its own: "24GB, 71 TFLOPS, 936 GB/s".
-    Behind a card the memory of its machine may be named: "RTX 3090 +64GB". Of several that fit, the
-    one with the longest name. `memory_bytes` is its memory, `host_bytes` that of a card's machine,
-    where known; a CPU that is only named has 16 GB, a card's machine 32. Raises UserError for one
-    that is not in the table, and where its memory is not known."""
+    M2 Max 64GB", "8-core CPU 32GB", "cpu", or its figures: "24GB, 71 TFLOPS, 936 GB/s". To a card
+    the memory of its machine may be added: "RTX 3090 +64GB". If several devices fit, the one with
+    the longest name counts. `memory_bytes` is the device's memory, `host_bytes` the memory of a
+    card's machine, if known. A CPU without figures is taken to have 16 GB, a card's machine 32 GB.
+    Raises UserError for a device that is not in the table, or whose memory is not known."""
     said = _HOST.search(text)
     named = _HOST.sub("", text, count=1).strip()
     if "+" in named:
@@ -154,7 +154,7 @@ def _device(text: str, memory_bytes: float | None) -> KnownDevice:
     if memory_bytes is not None:
         return replace(device, memory_bytes=memory_bytes)
     if memory is not None:
-        is_named = device.name.startswith(text.strip())  # with what was assumed behind it
+        is_named = device.name.startswith(text.strip())  # its end says what was assumed
         name = device.name if is_named else text.strip()
         return replace(device, memory_bytes=float(memory[1]) * _GIB, name=name)
     if device.kind == "cpu" and not device.memory_bytes and not _CORES.search(text):
@@ -185,8 +185,8 @@ def _table() -> dict[str, Any]:
 
 def _is_called(name: str, text: str) -> bool:
     """Whether `text` can mean a device of the table: it has the words of the name in a row, the
-    memory of the name, if any, and no word behind them that makes it another device. A laptop's
-    device is slower than its namesake."""
+    memory of the name, if any, and no word behind them that makes it another device. "laptop" must
+    be in both: a laptop's device is slower than its namesake."""
     named, given = _MEMORY.search(name), _MEMORY.search(text)
     if named is not None and (given is None or given[1] != named[1]):
         return False
@@ -201,7 +201,7 @@ def _is_called(name: str, text: str) -> bool:
 
 
 def _words(name: str) -> list[str]:
-    """Letters and numbers apart: "RTX3090" is "RTX 3090". The maker's name is left out."""
+    """The words of a name: "rtx" and "3090" for "RTX3090". Makers' names are left out."""
     without_memory = _MEMORY.sub(" ", name.lower())
     return [word for word in _WORD.findall(without_memory) if word not in _MAKERS]
 
@@ -213,7 +213,7 @@ def _of(row: list[Any]) -> KnownDevice:
 
 
 def _cpu(text: str) -> KnownDevice | None:
-    """A CPU known by its cores alone, or by their usual number."""
+    """A CPU by its number of cores, given or assumed; None if `text` names no CPU."""
     count, name = _CORES.search(text), text.strip()
     if count is None:
         if _CPU.search(text) is None:

@@ -1,5 +1,5 @@
-"""A layout: stages of a model on a fleet, with their times and memory, what rules allow of it, and
-the schedule that a run of it would use."""
+"""Layouts: the stages of a model on a fleet, their times and memory, the rules for them, and the
+schedule that a run would use."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from hetero_framework.models.sizing.streaming import (
 )
 
 WorkerId = int | str
-_EXACTLY = 1e-9  # of bytes: tolerance for sums in another order
-LEAST_STREAMED = 4  # layers: with fewer, their slots take as much as they do
+_EXACTLY = 1e-9  # share of bytes: tolerance for sums in another order
+LEAST_STREAMED = 4  # layers: fewer take no more memory than their slots
 _NAMES = {"id", "machine"}
-_DEPTHS = (0.0, 1.0, 2.0)  # of a full pipeline's micro-batches in flight, that are to have memory
+_DEPTHS = (0.0, 1.0, 2.0)  # times a full pipeline's micro-batches, which are to have memory
 
 
 class Part(NamedTuple):
-    """A stage: layers [start, end) on a device (by its place in `Fleet.ids`), whether the boundary
-    in front of it is crossed directly or through the coordinator, and how many of its layers are
-    streamed from host memory. A search leaves that to `Fleet.streamed`."""
+    """A stage: layers [start, end) on a device (its index in `Fleet.ids`). `direct`: the boundary
+    before it is crossed directly, not through the coordinator. `offload` of its layers are streamed
+    from host memory; a search leaves this number to `Fleet.streamed`."""
 
     device: int
     start: int
@@ -56,8 +56,8 @@ def resident(layout: Layout) -> Layout:
 
 
 def longest(holds: Callable[[int], bool], most: int, streams: bool) -> int:
-    """The most layers, up to `most`, that a device holds; -1 where not even none. Where it streams,
-    slots of many layers may take less than a few layers, and of an odd number one more stays."""
+    """The most layers, up to `most`, that a device holds; -1 if it cannot even hold none. If it
+    streams, even numbers are tried first: many layers in slots may take less than a few layers."""
     even = range(LEAST_STREAMED, most + 1 if streams else 0, 2)
     if found := bisect_left(even, True, key=lambda layers: not holds(layers)):
         layers = even[found - 1]
@@ -106,16 +106,16 @@ class _Costs:
         self.streams = rate > 0 and has_room and max(self._frozen) > 0
 
     def streamed_bytes(self, start: int, end: int, count: int) -> tuple[float, float]:
-        """(bytes that visit, bytes of the device that they save) with `count` streamed layers of a
-        stage; (infinite, 0) where one of them may not be streamed."""
+        """(bytes that visit, bytes that are saved on the device) with `count` streamed layers of a
+        stage; (infinite, 0) if one of these layers may not be streamed."""
         if self._is_even:
             return count * self._frozen[0], (count - slots_of(count)) * self._frozen[0]
         sizes = [int(self._frozen[k]) for k in spread(count, start, end)]
         return (sum(sizes), sum(sizes) - sum(slot_sizes(sizes))) if min(sizes) else (math.inf, 0.0)
 
     def fewest_streamed(self, start: int, end: int, needed: float) -> int | None:
-        """The least number of streamed layers of a stage that saves as many bytes; None where none
-        does, or the host has no room for them. Odd numbers save no more than those before them."""
+        """The least number of streamed layers of a stage that saves `needed` bytes; None if none
+        does or the host has no room. An odd number saves no more than the even one before it."""
         even = range(LEAST_STREAMED, end - start + 1 if self.streams else 0, 2)
         sizes = partial(self.streamed_bytes, start, end)
         least = bisect_left(even, needed * (1 - _EXACTLY), key=lambda count: sizes(count)[1])
@@ -159,10 +159,10 @@ class Fleet:
     # -- time -----------------------------------------------------------------------------------
 
     def seconds(self, part: Part) -> tuple[float, float]:
-        """Seconds of forward and backward of a stage's layers, without embedding and head:
-        computing, slower while layers are fetched, or fetching, whichever takes longer. Where the
-        direction turns nothing is fetched before the first streamed layer is done, nor while what
-        follows the last one is computed."""
+        """Seconds of forward and backward of a stage's layers, without embedding and head. Each is
+        the longer of computing (slower during copies) and copying. Where the direction turns,
+        nothing is fetched before the first streamed layer is done, nor while the layers after the
+        last streamed one are computed."""
         costs = self.costs[part.device]
         backward_s = costs.recompute_s if part.recompute else costs.backward_s
         forward_s = costs.forward_s[part.end] - costs.forward_s[part.start]
@@ -187,8 +187,8 @@ class Fleet:
         return forward_s, taken_s(back_s, fetch_s + in_s) if back_s else 0.0
 
     def fetch_s(self, part: Part) -> float:
-        """Seconds in which a pass fetches streamed layers: all but those that the turn of direction
-        finds on the device."""
+        """Seconds in which a pass fetches streamed layers, without the layers that are still on the
+        device when the direction turns."""
         costs, count = self.costs[part.device], part.offload
         total, _ = costs.streamed_bytes(part.start, part.end, count) if count else (0.0, 0.0)
         stays = slots_of(count) if self.stores(part) else count - layers_in_turn(count)
@@ -196,7 +196,7 @@ class Fleet:
         return moved / costs.device.host_to_device_bytes_per_s if moved else 0.0
 
     def layer_s(self, device: int) -> float:
-        """Forward and backward of a layer together, the mean of all."""
+        """Mean seconds of forward and backward of a layer together."""
         costs = self.costs[device]
         return (costs.forward_s[-1] + costs.backward_s[-1]) / self.layers
 
@@ -281,8 +281,8 @@ class Fleet:
         return total
 
     def _inputs_here(self, part: Part) -> int:
-        """How many stored inputs of layers stay: that which the stage was given, and that of the
-        last layer of all, whose backward follows at once."""
+        """The number of stored layer inputs that stay on the device: the first input of a later
+        stage, and the input of the model's last layer, whose backward follows at once."""
         return min(part.end - part.start, (part.start > 0) + (part.end == self.layers))
 
     def inputs_away(self, part: Part) -> float:
@@ -310,8 +310,8 @@ class Fleet:
         return total + (costs.largest_bytes if again else 0.0)
 
     def may_fit(self, part: Part, free: float | None = None) -> bool:
-        """Whether a device could hold a stage with one micro-batch in flight, were it not for the
-        embedding and the head; in `free` bytes, where given."""
+        """Whether a device could hold a stage with one micro-batch in flight (in `free` bytes, if
+        given). Embedding and head do not count."""
         costs = self.costs[part.device]
         needed = costs.layer_bytes[part.end] - costs.layer_bytes[part.start]
         needed += self.activation_bytes(part) + (costs.largest_bytes if part.recompute else 0.0)
@@ -327,8 +327,8 @@ class Fleet:
         return weights + self.micro_batches * held > costs.memory_bytes
 
     def memory_limits(self, layout: Layout) -> tuple[int, ...] | None:
-        """How many forwards each stage has memory for, the same for all of a device but the last
-        stage, which holds one; None when not even one fits."""
+        """The number of forwards that each stage has memory for; None if not even one fits. All
+        stages of a device have the same number, but the last stage of all holds one."""
         if self.short_host(layout) is not None:
             return None
         most: dict[int, int] = {}
@@ -349,8 +349,8 @@ class Fleet:
         return (*limits[:-1], 1)
 
     def short_host(self, layout: Layout, in_flight: int = 1) -> tuple[int, float] | None:
-        """The first device of which the machine has no room for the layers, states and inputs, of
-        its micro-batches, that visit it, and the bytes that it is short of: infinite where its
+        """(device, bytes short) of the first device whose machine lacks room for the layers, states
+        and inputs that it stores for the device, or None. The bytes are infinite if the device's
         layers may not be streamed."""
         used: dict[str, float] = {}
         for k, part in enumerate(layout):
@@ -369,8 +369,8 @@ class Fleet:
         return None
 
     def stored_bytes(self, layout: Layout, k: int, in_flight: int) -> float:
-        """Bytes of optimizer states, and of inputs of its micro-batches, that a stage has in
-        its machine's memory."""
+        """Bytes of a stage's optimizer states, and of the inputs of its micro-batches, in its
+        machine's memory."""
         part, last = layout[k], len(layout) - 1
         costs, count = self.costs[part.device], 1 if k == last else in_flight
         nbytes = count * self.inputs_away(part)
@@ -381,15 +381,16 @@ class Fleet:
         return nbytes
 
     def streamed(self, layout: Layout) -> list[Layout]:
-        """The layout with the fewest streamed layers that make room for one micro-batch in flight,
-        for those of a full pipeline, for twice as many; alone, where all of them have room."""
+        """The layouts with the fewest streamed layers that make room for one micro-batch in flight,
+        for a full pipeline's micro-batches, and for twice as many. Equal ones are given once."""
         found = [layout]
         for depth in _DEPTHS if self._streams else ():
             found.append(self._streamed(layout, depth, found[-1]))
         return [*dict.fromkeys(found[self._streams :])]
 
     def _streamed(self, layout: Layout, depth: float, less: Layout) -> Layout:
-        """Devices without room for as many micro-batches are as in the layout `less`."""
+        """The layout with the fewest streamed layers that make room for `depth` times a full
+        pipeline's micro-batches. Devices without room for these are as in the layout `less`."""
         parts, last = list(less), len(layout) - 1
         for device in dict.fromkeys(part.device for part in layout):
             costs, counts = self.costs[device], dict[int, int]()
@@ -454,7 +455,7 @@ class Rules:
 
     @cached_property
     def kinds(self) -> dict[int, int]:
-        """For each device the first one that differs from it in nothing but its name."""
+        """For each device, the first device that differs from it in nothing but its name."""
         kinds: dict[int, int] = {}
         for d in self.devices:
             alike = (first for first in dict.fromkeys(kinds.values()) if self._alike(first, d))
@@ -486,7 +487,7 @@ class Rules:
 
     def ways(self, a: int, b: int, position: int) -> list[tuple[Edge, bool]]:
         """The ways over the boundary from a to b in front of layer `position`, and whether each is
-        direct; the quickest first, and none that is worse in everything."""
+        direct. The quickest comes first; a way that is worse in everything is left out."""
         key = (a, b, self.fleet.goes_back(position))
         if key not in self._known_ways:
             self._known_ways[key] = self._found_ways(a, b, position)
@@ -507,10 +508,10 @@ def _times(edge: Edge) -> tuple[float, float, float]:
     return edge.forward_s, edge.backward_s, edge.latency_s
 
 
-_TIE = 1e-9  # for each stage more: of equal layouts that with fewer stages counts
+_TIE = 1e-9  # for each stage: of equal layouts, the layout with fewer stages is preferred
 _WORTH_CHUNKS, _WORTH_RELAYS = 1.01, 1.03
-"""Times the step of several stages on a device, and one stage for each has to take longer; the
-second number where a boundary is relayed."""
+"""Factors on a step with several stages on a device when it is compared with one stage per device.
+The second counts if a boundary is relayed."""
 
 
 @dataclass(frozen=True)
@@ -523,14 +524,14 @@ class Evaluated:
 
     @cached_property
     def seconds(self) -> float:
-        """The predicted step."""
+        """Seconds of the predicted step."""
         return self.schedule.forecast.seconds
 
     @property
     def preference(self) -> float:
-        """The smaller the better: the shortest step, of equal ones that with fewer stages. Several
-        stages on a device have to be worth it: each boundary is another one at which a run is
-        slower than simulated, most of all a relayed one, which keeps four NICs waiting."""
+        """Seconds by which layouts are compared; of equal steps, fewer stages are better. Several
+        stages on a device have to be worth it: at each boundary a run is slower than simulated,
+        most of all at a relayed boundary, which keeps four NICs waiting."""
         seconds = self.seconds * (1 + _TIE * len(self.layout))
         if not has_chunks(self.layout):
             return seconds
@@ -541,7 +542,7 @@ class Evaluated:
 def evaluated(
     fleet: Fleet, layout: Layout, *, max_in_flight: int | None = None
 ) -> Evaluated | None:
-    """The layout as the product would run it; None where it does not fit."""
+    """The layout with the schedule that a run would use; None if it does not fit."""
     limits = fleet.memory_limits(layout)
     if limits is None:
         return None

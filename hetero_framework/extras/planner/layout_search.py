@@ -2,10 +2,10 @@
 
 1. Initial layouts with one stage for each device: a dynamic programme (`search/layer_dp.py`) covers
    the layers within a step of T seconds, for the shortest T at which it can and some longer ones.
-2. They climb one move at a time (`search/moves.py`) by their scores, which bounds make; then the
-   best descend by simulation.
-3. Where devices may have several stages, layouts of that kind descend too. So allowing them never
-   makes a plan longer.
+2. These climb, one move at a time (`search/moves.py`), by scores that come from bounds. Then the
+   best of them descend by simulation.
+3. Where devices may have several stages, layouts of that kind descend too. So allowing several
+   stages never makes a step longer.
 
 All limits are counts of work, never of time: the same profile gives the same plan everywhere.
 docs/maintainers/planner.md has more of each part, and the ideas behind them.
@@ -33,13 +33,13 @@ from hetero_framework.extras.planner.search.layer_dp import LayerProgramme
 
 # docs/maintainers/experiments/planner.md has the effects of half and twice some of these limits.
 _STAGES = 30_000  # scored in each phase of the search
-_TASKS = 150_000  # of all simulations; a task is a forward or a backward of a micro-batch
+_TASKS = 150_000  # in all simulations; a task is a forward or a backward of a micro-batch
 _MOST_DEVICES = 96  # of larger fleets the quickest take part
-_SHARPNESS = 20  # of the norm of bounds that is a score: ten equal ones count 12 % more than one
+_SHARPNESS = 20  # exponent in a score, a norm of bounds: ten equal bounds score 12 % more than one
 
 _DEPTHS = (1.0, 0.4, 0.0)  # shares of the micro-batches in flight that stages have memory for
 _LONGER = (1.0, 1.02, 1.06, 1.15, 1.4)  # factors on the shortest step for which layouts are made
-_DOUBLINGS = 12  # of a step that is too short
+_DOUBLINGS = 12  # most doublings of a step that is too short
 _PRECISION = 0.01  # of the shortest step
 _NODES = 40_000  # beginnings of layouts that are tried where the dynamic programme finds none
 
@@ -48,10 +48,10 @@ _CANDIDATES = 24  # climbed layouts that are simulated
 _ORDERS = 400  # changes of devices, each cut anew, in a search
 _NEIGHBOURS = 10  # neighbours with the best scores that are simulated
 _CHUNKS = (2, 3, 4, 5, 6, 8)
-_SPLIT = 24  # layouts with a stage more that are simulated
+_SPLIT = 24  # layouts with one more stage that are simulated
 _STARTS = 4  # layouts of different numbers of stages that are descended from
-_VARIANTS = 3  # layouts with a stage more that are, too; with few devices three times as many
-_FEW = 6  # devices up to which more moves are looked at
+_VARIANTS = 3  # layouts with one more stage that are descended from; thrice that with few devices
+_FEW = 6  # most devices for which more moves are tried
 
 
 class Search:
@@ -88,9 +88,9 @@ class Search:
     # -- judging --------------------------------------------------------------------------------
 
     def _score(self, layout: Layout) -> float:
-        """An estimate of the step: above its bound, the more devices and NICs are near it, since
-        they cannot all be busy at the right moment. Infinite where the layout does not fit or is
-        not permitted, and for a new layout when the work is spent."""
+        """An estimate of the step. The more devices and NICs are near its bound, the further it is
+        above the bound, since they cannot all be busy at the right moment. Infinite if the layout
+        does not fit or is not permitted, and for a new layout once the work is spent."""
         if layout not in self._scores:
             if self._stages_left <= 0:
                 return math.inf
@@ -113,13 +113,13 @@ class Search:
         return round(bound * near ** (1 / _SHARPNESS), 12), bound
 
     def _best(self, layouts: Iterable[Layout], count: int) -> list[Layout]:
-        """Those of the best scores that fit."""
+        """The `count` layouts with the best scores, of those that fit."""
         fit = (layout for layout in dict.fromkeys(layouts) if self._score(layout) < math.inf)
         return heapq.nsmallest(count, fit, key=self._score)
 
     def _look(self, layout: Layout, *, hopeless: bool = False) -> float:
-        """Seconds of the simulated step; infinite where the layout does not fit, or the work is
-        spent, or, unless `hopeless` ones count, its bound is no better than the best of all."""
+        """Seconds of the simulated step. Infinite if the layout does not fit, if the work is spent,
+        or, unless `hopeless`, if its bound is no better than the best step so far."""
         if layout not in self._steps:
             least = min((step.seconds for step in self._steps.values()), default=math.inf)
             score = self._score(layout)
@@ -182,8 +182,8 @@ class Search:
         return min(scores, default=math.inf) < math.inf
 
     def _enumerated(self) -> list[Layout]:
-        """The first layouts that fit of all, for tight memory: stages of the greatest length leave
-        no room for the others, or only the coordinator has room for the head."""
+        """The first layouts of all that fit, for tight memory: there the longest stages leave no
+        room for the others, or only the coordinator has room for the head."""
         whole = (
             parts
             for parts in islice(beginnings(self._rules), _NODES)
@@ -194,7 +194,7 @@ class Search:
         return list(islice((one for one in whole if self._score(one) < math.inf), 4))
 
     def _climb(self, layout: Layout, *, reorders: bool = True) -> Layout:
-        """Go to the neighbour of the best score until none is better."""
+        """Go to the neighbour with the best score until no neighbour is better."""
         while True:
             better = min(self._evening(layout), key=self._score, default=layout)
             if reorders and self._score(better) >= self._score(layout):
@@ -248,8 +248,8 @@ class Search:
                 layout = self._faster(moves.split(self._rules, layout), layout, most)
 
     def _faster(self, near: Iterable[Layout], layout: Layout, most: int) -> Layout:
-        """The fastest of these of which the most promising are simulated; the layout itself where
-        none is faster."""
+        """The fastest of the layouts `near`, after simulating the most promising; `layout` itself
+        if none is faster."""
         every, now = dict.fromkeys(near), self._look(layout)
         new = [one for one in every if one not in self._steps and self._score(one) < math.inf]
         for one in heapq.nsmallest(_NEIGHBOURS, new, key=self._score):
@@ -261,7 +261,7 @@ class Search:
     # -- neighbours -----------------------------------------------------------------------------
 
     def _evening(self, layout: Layout) -> Iterator[Layout]:
-        """The neighbours in the same order, for which nothing is cut anew."""
+        """Neighbours with the devices in the same order, for which nothing is cut anew."""
         yield from moves.shifted(self._fleet, layout)
         yield from moves.toggled(self._rules, layout)
 
@@ -290,8 +290,8 @@ def _without_the_weakest(rules: Rules) -> Rules:
 
 
 def beginnings(rules: Rules, parts: Layout = ()) -> Iterator[Layout]:
-    """Every beginning, and so every whole layout, with one stage for each device, each of which has
-    memory for its stage; of devices that are alike the first ones come."""
+    """Every beginning of a layout, and so every whole layout, with one stage for each device and
+    memory for each stage. Of devices that are alike the first are used first."""
     fleet, start, free = rules.fleet, parts[-1].end if parts else 0, dict[int, int]()
     used = {part.device for part in parts}
     for d in rules.devices if parts else (0,):

@@ -1,4 +1,4 @@
-"""The limits of a plan: what bounds each process, with its figure, and what would help."""
+"""The limits of a plan: what bounds each process, a figure for it, and what would help."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ HELP = {
     "memory": "a card with more memory, offload, or smaller micro-batches",
     "link": 'wire "int8", a direct link, or a quicker network',
 }
-_NEARLY = 0.9  # of the busiest device, else memory or links hold one up; of its work, fetching
-_EXPLAINED = 4  # devices that are left out
+_NEARLY = 0.9  # share that counts as nearly as busy as the busiest device, or as nearly all work
+_EXPLAINED = 4  # most unused devices that are listed
 _SMALLER = (
     "make micro-batches or data.max_length smaller, train an adapter (in 4 bits) instead of all"
     " weights, set training.offload_optimizer, or add a device or host memory"
@@ -29,7 +29,7 @@ _SMALLER = (
 
 
 def device_uses(plan: Evaluated) -> tuple[DeviceUse, ...]:
-    """Every device of a plan."""
+    """The use of every device of a plan."""
     devices = dict.fromkeys(part.device for part in plan.layout)
     return tuple(map(partial(_use, plan), devices, plan.schedule.forecast.busy))
 
@@ -65,7 +65,7 @@ def _use(plan: Evaluated, d: int, busy: float) -> DeviceUse:
 
 
 def limits_of(plan: Evaluated, rules: Rules, uses: Sequence[DeviceUse]) -> Iterator[Limit]:
-    """The limits of the devices in use, and of the first ones that are left out."""
+    """The limits of the devices in use, and of the first devices that are not used."""
     fleet, m = plan.fleet, plan.fleet.micro_batches
     for use in uses:
         d, of_step = fleet.ids.index(use.id), f"of the {seconds(plan.seconds / m)} a micro-batch"
@@ -83,7 +83,7 @@ def limits_of(plan: Evaluated, rules: Rules, uses: Sequence[DeviceUse]) -> Itera
 
 
 def _left_out(plan: Evaluated, d: int) -> tuple[str, str]:
-    """The limit of a device that could take part and does not, and its figure."""
+    """(limit, figure) of a device that could take part and does not."""
     fleet, memory = plan.fleet, plan.fleet.costs[d].memory_bytes
     pace_s, layer_s = plan.seconds / fleet.micro_batches, fleet.layer_s(d)
     edge = fleet.edge(0, d, fleet.layers, False)
@@ -96,8 +96,8 @@ def _left_out(plan: Evaluated, d: int) -> tuple[str, str]:
 
 
 def _layer_bytes(plan: Evaluated, d: int) -> float:
-    """Bytes of a device's smallest layer with what it stores, at the least, of the micro-batches
-    in flight."""
+    """Bytes of a device's smallest layer, with the least that it stores of the micro-batches in
+    flight."""
     costs, held = plan.fleet.costs[d], plan.schedule.forecast.peak_in_flight
     count = max([n for n, part in zip(held, plan.layout, strict=True) if part.device == d] or [1])
     return min(b - a for a, b in pairwise(costs.layer_bytes)) + count * min(
@@ -116,7 +116,7 @@ def _wire_s(plan: Evaluated, device: int) -> float:
 
 
 def nothing_fits(rules: Rules, margins: Mapping[int | str, float]) -> PlanError:
-    """The room of each process for layers, embedding and head, beside what all of them need."""
+    """The error that no plan fits, with the room of each process, or that the pins forbid all."""
     fleet, lines, total = rules.fleet, list[str](), 0
     if rules.pins and Search(replace(rules, pins={})).fits():
         return PlanError("--pin: no plan keeps the pinned layers", hint="pin fewer layers")
@@ -140,8 +140,8 @@ def nothing_fits(rules: Rules, margins: Mapping[int | str, float]) -> PlanError:
 
 
 def _room(rules: Rules, d: int, beside: float) -> int:
-    """The most layers that a device could hold with one micro-batch in flight, and `beside` bytes
-    of other things; -1 where it has no room for these."""
+    """The most layers that a device could hold with one micro-batch in flight and `beside` bytes of
+    other things; -1 if it has no room for the other things."""
     fleet, costs = rules.fleet, rules.fleet.costs[d]
 
     def holds(layers: int) -> bool:

@@ -1,8 +1,7 @@
 """The profile of a run's fleet, from the measured times of its steps.
 
-Steps show the times of whole stages. The time of a layer or the head on another device follows from
-their work, in any unit that compares them, and from each device's time per unit. Seconds are per
-micro-batch.
+Steps show the times of whole stages. The time of a layer or the head on any device is its work, in
+a unit common to all layers, times the device's time per unit. Seconds are per micro-batch.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from hetero_framework.extras.planner.profile import FleetProfile
 WorkerId = int | str
 PartBytes = Mapping[str, Any]  # fields of a `DeviceProfile`: needs of a model's parts
 _BYTES = 1e6  # a nominal tensor: seconds were measured, not bytes
-_LEAST_S = 1e-9  # of a tensor on a link, so that a rate is finite
-_FORWARD = 1 / 3  # of the time, where no stage was measured
+_LEAST_S = 1e-9  # least of a tensor on a link, so that rates are finite
+_FORWARD = 1 / 3  # share of forward in the time, if no stage shows it
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Observed:
             busy_s[stage.owner] = busy_s.get(stage.owner, 0.0) + forward_s + backward_s
             work[stage.owner] = work.get(stage.owner, 0.0) + self._work.of(stage)
         self._pace_s |= {d: busy_s[d] / work[d] for d in busy_s if work[d] > 0}
-        # The last stage does both at once.
+        # The last stage does forward and backward at once.
         told = [k for k, stage in enumerate(stages[:-1]) if stage.end > stage.start]
         both_s = sum(seen.forward_s[k] + seen.backward_s[k] for k in told)
         if both_s > 0:
@@ -85,8 +84,8 @@ class Observed:
         *,
         relayed: bool,
     ) -> FleetProfile:
-        """The profile of these devices, with the free bytes of each. A device without measurements
-        counts as the median of the others; `relayed`: workers have no links."""
+        """The profile of the devices of `memory_bytes`, which has the free bytes of each. A device
+        without measurements counts as the median of all. `relayed`: workers have no links."""
         devices = [self._device(d, free, parts[d]) for d, free in memory_bytes.items()]
         pairs: Iterable[tuple[WorkerId, WorkerId]] = permutations(memory_bytes, 2)
         links = [
@@ -127,7 +126,7 @@ class Observed:
         }
 
     def _link_s(self, one: WorkerId, other: WorkerId) -> float:
-        """Seconds of a tensor from one to the other: measured, or of the slower one's links."""
+        """Seconds of a tensor from `one` to `other`: measured, else by the slower of both NICs."""
         if (seconds := self._wire_s.get((one, other), self._wire_s.get((other, one)))) is not None:
             return seconds
         return max(self._nic_s(one), self._nic_s(other))
@@ -140,7 +139,7 @@ class Observed:
 
 
 def median(profiles: Sequence[Profile]) -> Profile:
-    """The profile with the median times of profiles that are alike otherwise."""
+    """The profile with the median times of profiles that differ only in times."""
 
     def of(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
         return tuple(statistics.median(column) for column in zip(*rows, strict=True))

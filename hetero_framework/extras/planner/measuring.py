@@ -57,7 +57,7 @@ _LEAST_RUNS, _MOST_RUNS = 3, 20
 @dataclass(frozen=True)
 class PartCost:
     """Seconds for one micro-batch, and bytes that stay until its backward pass. With recomputed
-    activations `recompute_s` comes on top of `backward_s`, and `recomputed_bytes` stay."""
+    activations `recompute_s` adds to `backward_s`, and only `recomputed_bytes` stay."""
 
     forward_s: Seconds
     backward_s: Seconds
@@ -68,9 +68,9 @@ class PartCost:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """`layers` are the costs of each kind, by the first layer of the kind; `kinds` names that layer
-    for each layer. At most `hidden_bytes`, of `hidden_dtype` ("float32"), cross a boundary, and
-    come back as gradients. `link` leads to the machine's memory, where the device has its own."""
+    """Costs of a model's parts. `layers` has the cost of each kind, by the first layer of the kind;
+    `kinds` has that first layer for each layer. At most `hidden_bytes`, of `hidden_dtype`, cross a
+    boundary, and as many come back. `link` leads to the machine's memory; None if it is shared."""
 
     embedding: PartCost
     layers: dict[int, PartCost]
@@ -85,12 +85,12 @@ class ModelCost:
         return [getattr(self.layers[kind], name) for kind in self.kinds]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data for a message; `from_dict` reads it back."""
+        """The costs as plain data for a message; `from_dict` reads them back."""
         return {**asdict(self), "layers": [[k, asdict(part)] for k, part in self.layers.items()]}
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> ModelCost:
-        """Raises ProtocolError, KeyError, TypeError and ValueError for what is no such cost."""
+        """Read `to_dict`. Raises ProtocolError, KeyError, TypeError, ValueError for other data."""
         read = Fields(PartCost).read
         ends = {name: read(raw[name]) for name in ("embedding", "head")}
         layers = {int(k): read(part) for k, part in raw["layers"]}
@@ -103,8 +103,8 @@ class ModelCost:
 def measure(
     config: Config, model: PretrainedConfig, device: Device, *, part_s: float = 0.5
 ) -> ModelCost:
-    """Measure every part of `model`, that of `config`, for about `part_s` seconds, and at least
-    three times. Raises as `load_stages`, and torch's error where memory runs out."""
+    """Measure every part of `model`, the model of `config`, for about `part_s` seconds and at least
+    three times. Raises what `load_stages` raises, and torch's error if memory runs out."""
     kinds = layer_kinds(model)
     specs = _specs(kinds)
     batch = _batch(config, model, device)
@@ -135,8 +135,8 @@ def measure(
 
 
 def _entering(config: Config, model: PretrainedConfig, layer: int, hidden_BSD: Tensor) -> Bundle:
-    """The inputs of a layer: this hidden state, and random side tensors of the model's shapes; all
-    of them random where hidden states differ in shape."""
+    """The inputs of a layer: this hidden state, and random side tensors of the model's shapes. If
+    hidden states differ in shape, all inputs are random."""
     training, all_random = config.training, family_of(model) is not None
     if not introspect(model).sides_at(layer) and not all_random:
         return (hidden_BSD,)
@@ -180,13 +180,13 @@ class _MeasuredPart:
         forward_s = statistics.median(forwards_s)
         backward_s = statistics.median(backwards_s)
         if self._stage.is_last:
-            # Least times, since other work only adds: a difference of medians was 0 under load.
+            # Least times, since other work only adds. Under load the difference of medians was 0.
             backward_s = max(0.0, min(backwards_s) - min(forwards_s))
         return PartCost(forward_s, backward_s, kept_bytes=kept_bytes)
 
     def _run(self, received: Bundle) -> tuple[float, float]:
-        """Seconds of one forward and one backward pass; of the head, which does both in one call,
-        of a forward pass by itself and of both."""
+        """Seconds of one forward and one backward pass. The head does both in one call: for it,
+        seconds of a forward pass by itself, and of that call."""
         stage, batch = self._stage, self._batch
         if stage.is_last:
             self._begin(train=False)
@@ -216,8 +216,8 @@ class _MeasuredPart:
         self._forward(received)
 
     def _kept_bytes(self, received: Bundle) -> int:
-        """Bytes that autograd stores of one micro-batch, with inputs, without weights. 0 for the
-        head: it frees its own in the same task."""
+        """Bytes that autograd stores of one micro-batch: inputs count, weights do not. 0 for the
+        head, which frees its bytes in the same task."""
         if self._stage.is_last or not self._stage.differentiates:
             return 0
         self._begin(train=True)
@@ -249,7 +249,7 @@ class _MeasuredPart:
 
 
 def _specs(kinds: Sequence[int]) -> list[StageSpec]:
-    """The embedding, each first layer of a kind, the head."""
+    """The stages to measure: the embedding, the first layer of each kind, the head."""
     inner = sorted(set(kinds))
     layers = [StageSpec(k, "local", i, i + 1, False, False) for k, i in enumerate(inner, 1)]
     head = StageSpec(1 + len(inner), "local", len(kinds), len(kinds), False, True)
@@ -280,8 +280,8 @@ def _cut(config: Config, specs: Sequence[StageSpec], *, recompute: bool) -> Conf
 def _random_weights(
     config: Config, model: PretrainedConfig, specs: Sequence[StageSpec]
 ) -> Iterator[Config]:
-    """The configuration with a model of random weights. Those that are to be quantised are read
-    from files as the library wants it; the files go when the block ends."""
+    """The configuration with a model of random weights. Weights to be quantised are read from
+    files, as the library requires; the files are deleted when the block ends."""
     assert config.model is not None
     if config.model.name_or_path is None and config.model.source:  # no files are read
         yield config
@@ -319,8 +319,8 @@ def profile_of(
     links: Sequence[Mapping[str, Any]],
     host: Mapping[WorkerId, tuple[float, HostLink]],
 ) -> FleetProfile:
-    """`memory` is that of embedding, layers and head as each process holds them, `memory_bytes`
-    its limit, `host` that of its machine, and the way there, where the device has its own."""
+    """The fleet's profile. Of each process, `memory` is the need of embedding, layers and head,
+    `memory_bytes` the limit, `host` its machine's memory and the link there, if not shared."""
     devices = [
         {
             "id": id,

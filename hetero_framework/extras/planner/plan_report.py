@@ -1,5 +1,4 @@
-"""The plans of `hetero plan` and of `"shard_plan": "auto"`: makes or evaluates one, prints it,
-writes it into a configuration or keeps it with a run's results."""
+"""Makes, evaluates, prints and saves the plans of `hetero plan` and of `"shard_plan": "auto"`."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ _UNITS = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _RANGE = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
 T = TypeVar("T")
-_HIDDEN = 0.01  # of a step: streaming that costs less
-_COMPARED = 8  # machines: each is another search
+_HIDDEN = 0.01  # of a step: streaming that costs less is hidden
+_COMPARED = 8  # most machines, as each takes another search
 _HEAD = ("process", "layers", "busy", "memory", "left")
 _LIMIT_HEAD = ("process", "limited by", "figure", "would help")
 _STAGE_HEAD = (
@@ -75,8 +74,8 @@ def _read(profile: FleetProfile, wishes: Wishes) -> dict[str, Any]:
 def compared_machines(
     profile: FleetProfile, wishes: Wishes, result: Result, config: Config | None
 ) -> dict[str, Any]:
-    """Facts of what each machine is worth: the steps without it, and the tokens of a step of full
-    rows, where `config` is known. No steps for fleets of too many machines."""
+    """Facts on the worth of each machine: seconds of a step without it, and tokens of a step of
+    full rows if `config` is known. Fleets of too many machines get no seconds."""
     machines = {device.machine or f"process {device.id}" for device in profile.devices}
     if len(machines) == 1 or result.changes:
         return {}
@@ -91,8 +90,8 @@ def compared_machines(
 def judge_plan(
     profile: FleetProfile, file: Path, wishes: Wishes, raw: Mapping[str, Any] | None = None
 ) -> Result:
-    """Predict a step of the plan in `file`, which `hetero plan --json` printed or which is a
-    configuration, or in `raw`, which was read from it. Raises ConfigError and PlanError."""
+    """Predict a step of the plan in `file`: a configuration, or output of `hetero plan --json`.
+    `raw` is its content if it was read already. Raises ConfigError and PlanError."""
     if raw is None:
         if not file.exists():
             raise ConfigError(f"plan {file} does not exist")
@@ -141,9 +140,8 @@ def links_of(profile: FleetProfile) -> list[dict[str, Any]]:
 
 
 def write_plan(facts: Mapping[str, Any], file: Path) -> Config:
-    """Put a plan into a configuration, which is returned; its other settings and their order stay.
-    Raises ConfigError for one that it does not fit, and UserError where the file cannot be written.
-    """
+    """Put a plan into a configuration file; return the configuration. Other settings and the order
+    stay. Raises ConfigError if the plan does not fit it, UserError if it cannot be written."""
     raw = read_object(file)
     raw["shard_plan"] = entries_of(facts)
     changes = facts["changes"]
@@ -158,7 +156,7 @@ def write_plan(facts: Mapping[str, Any], file: Path) -> Config:
 
 
 def entries_of(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The entries of shard_plan that a plan asks for."""
+    """The entries of shard_plan for a plan."""
     again = facts["gradient_checkpointing"]
     return [
         {**entry, **({"gradient_checkpointing": True} if again.get(str(k)) else {})}
@@ -223,7 +221,7 @@ def _limit_rows(facts: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _streamed_text(device: Mapping[str, Any], step_s: float) -> str:
-    """What streaming costs a device beside holding all of its layers."""
+    """A line on the cost of streaming, compared with holding all layers on the device."""
     bound = "copying" if device["limit"] == "streaming" else "computing"
     held = f"{device['streamed']} of {plural(device['layers'], 'layer')}"
     files = f"read from files, at {FILE_RATE / 1e9:g} GB/s at most (assumed)"
@@ -237,11 +235,11 @@ def _streamed_text(device: Mapping[str, Any], step_s: float) -> str:
 
 
 def _compared_lines(facts: Mapping[str, Any]) -> Iterator[str]:
-    """What each machine is worth."""
+    """Lines on the step without each machine."""
     step_s, tokens = facts["predicted_step_s"], facts["tokens"]
     if not facts["compared"]:
         yield f"not searched for more than {_COMPARED} machines"
-    # Of two machines, the fleet without the other one is the coordinator's alone.
+    # Of two machines, the fleet without the worker's is the coordinator's machine alone.
     for one in facts["compared"][-1:] if len(facts["compared"]) == 2 else facts["compared"]:
         names = " and ".join(map(process_name, one["ids"]))
         what = f"{names} alone" if one["alone"] else f"without {names}"
@@ -254,7 +252,7 @@ def _compared_lines(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _stage_rows(facts: Mapping[str, Any]) -> list[list[str]]:
-    """Each stage's seconds for one micro-batch, and those of its boundary to the next stage."""
+    """Rows of each stage's seconds for a micro-batch and its boundary's to the next stage."""
     rows = []
     for k, (entry, stage) in enumerate(zip(facts["shard_plan"], facts["stages"], strict=True)):
         row = [str(k), process_name(entry["id"]), held_text([(entry["start"], entry["end"])])]
@@ -312,7 +310,7 @@ def _long(hours: float) -> str:
 def _spread(
     show: Callable[[float], str], value: float, about: Mapping[str, Any] | None, unit: str = ""
 ) -> str:
-    """A value, and of an estimate the least and the most that it may be."""
+    """A value as text, for an estimate with the least and the most that it may be."""
     if about is None:
         return show(value)
     factor = about["factor"]
@@ -345,14 +343,14 @@ def _step_lines(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _known(name: str, ids: Sequence[WorkerId]) -> WorkerId:
-    """The id that was written so; `name` itself where there is none, which `plan` reports."""
+    """The id that is written `name`; `name` itself if there is none, which `plan` reports."""
     return next((known for known in ids if str(known) == name), name)
 
 
 def _by_process(
     option: str, texts: Sequence[str], ids: Sequence[WorkerId], read: Callable[[str], T]
 ) -> dict[WorkerId, T]:
-    """What an option, ID=VALUE, gives each process. Raises UserError, also where it gives twice."""
+    """Values of an option, ID=VALUE, by process. Raises UserError, also for two values of one."""
     given: dict[WorkerId, T] = {}
     for text in texts:
         value, owner = read(text), _known(text.partition("=")[0], ids)

@@ -57,8 +57,8 @@ def plan(
 
     `pins` are layers [start, end) that a process must hold, `excluded` workers that must hold none,
     `margins` bytes that stay free on a process. `allow` is what may be chosen besides order and
-    cut: of "checkpointing", "chunks" (several stages on a process), and, which change the numbers
-    of the result a little, "codec" and "micro-batch". Raises UserError for options that contradict
+    cut: "checkpointing", "chunks" (several stages on a process), "codec" and "micro-batch". The
+    last two change the numbers of the result a little. Raises UserError for options that contradict
     each other or the profile, PlanError where nothing fits.
     """
     began = time.perf_counter()
@@ -109,8 +109,8 @@ def compared(
     margins: Mapping[WorkerId, float],
     allow: Collection[str],
 ) -> list[dict[str, Any]]:
-    """The step without each machine (its processes) that may be left out, and that of the
-    coordinator's machine alone; None where nothing fits. One search for each."""
+    """Seconds of the step without each machine that may be left out, and on the coordinator's
+    machine alone; None where nothing fits. Each takes one search."""
     rules = _rules(Fleet(profile, margins=margins), pins, excluded, allow)
     machines: dict[str, list[int]] = {}
     for d in rules.devices:
@@ -136,9 +136,9 @@ def evaluate(
     max_in_flight: int | None = None,
     margins: Mapping[WorkerId, float] | None = None,
 ) -> Result:
-    """The predicted step of a given plan, by the same simulator: entries as in `Result.shard_plan`,
-    with `gradient_checkpointing` by the number of the stage. Raises PlanError for a plan that is
-    wrong or does not fit."""
+    """The predicted step of a given plan, by the same simulator. Entries are as in
+    `Result.shard_plan`, and `gradient_checkpointing` is by the number of the stage. Raises
+    PlanError for a plan that is wrong or does not fit, UserError for wrong margins."""
     began = time.perf_counter()
     margins = margins or {}
     if problems := list(_option_problems(profile, {}, (), margins, ())):
@@ -228,7 +228,7 @@ def _entries(fleet: Fleet, layout: Layout) -> tuple[dict[str, Any], ...]:
 def _layout(
     fleet: Fleet, shard_plan: Sequence[Mapping[str, Any]], again: Mapping[str, bool]
 ) -> Layout:
-    """The layout of a plan in a file; a boundary without a setting goes directly where it can."""
+    """The layout of a given plan. A boundary without `links` is crossed directly if it can be."""
     entries = _plan_entries(fleet, shard_plan)
     if problems := list(_checkpointing_problems(again, len(entries))):
         raise PlanError(report("the plan", problems))

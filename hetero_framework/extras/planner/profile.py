@@ -45,7 +45,7 @@ Bytes = Annotated[float, with_unit("bytes", ge=0, le=1e24), _zero_or_from(_LEAST
 
 
 def _as_list(value: Any) -> Any:
-    """One number stands for all layers."""
+    """A value per layer as a tuple; one number stands for all layers."""
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
@@ -68,11 +68,11 @@ class DeviceProfile(Section):
     memory_bytes: Bytes
     """Memory that the process may fill."""
     layer_forward_s: TimeOfLayers
-    """Forward of a layer."""
+    """Time of a layer's forward."""
     layer_backward_s: TimeOfLayers
-    """Backward of a layer; 0 where nothing below it is trained."""
+    """Time of a layer's backward; 0 where nothing below it is trained."""
     layer_recompute_s: TimeOfLayers = _NONE
-    """Extra time of its backward where activations are computed again."""
+    """Extra time of a layer's backward where activations are computed again."""
     embedding_forward_s: Time = 0.0
     embedding_backward_s: Time = 0.0
     head_forward_s: Time = 0.0
@@ -84,39 +84,39 @@ class DeviceProfile(Section):
     activation_bytes_per_layer: BytesOfLayers = _NONE
     """Bytes that a layer stores of each micro-batch in flight."""
     activation_bytes_recomputed: BytesOfLayers = _NONE
-    """The same where activations are computed again."""
+    """Bytes that it stores where activations are computed again."""
     reserved_bytes: Bytes = 0.0
     """Further bytes of the process."""
     machine: str | None = None
-    """The machine, for processes that share its memory; null: one of its own."""
+    """Name of the machine, for processes that share its memory; null: the process has its own."""
     host_bytes: Bytes = 0.0
     """Free memory of the machine for layers that visit the device; 0: none, or the device has no
     memory of its own."""
     layer_frozen_bytes: BytesOfLayers = _NONE
-    """The share of `layer_bytes` that may visit; 0 for a layer that may not."""
+    """The part of `layer_bytes` that may visit the device; 0 for a layer that may not."""
     layer_host_bytes: BytesOfLayers = _NONE
-    """A layer's optimizer states that are in the machine's memory, beside `layer_bytes`."""
+    """A layer's optimizer states in the machine's memory; not part of `layer_bytes`."""
     embedding_host_bytes: Bytes = 0.0
-    """Those of the embedding."""
+    """The embedding's optimizer states in the machine's memory."""
     head_host_bytes: Bytes = 0.0
-    """Those of the head."""
+    """The head's optimizer states in the machine's memory."""
     layer_input_bytes: BytesOfLayers = _NONE
-    """A layer's stored input, which is in the machine's memory until its backward where activations
-    are computed again; 0: it stays on the device."""
+    """A layer's stored input. Where activations are computed again, it is in the machine's memory
+    until the layer's backward; 0: it stays on the device."""
     offload_from: Literal["memory", "file"] = "memory"
     """"file": layers that visit are read from files, and take none of the machine's memory."""
     host_to_device_bytes_per_s: Rate = 0.0
     """Rate of copies from pinned memory of the machine, or of reading the files."""
     device_to_host_bytes_per_s: Rate = 0.0
-    """Rate of copies back."""
+    """Rate of copies to the machine's memory."""
     both_ways: Annotated[float, with_unit("times as long", ge=1, le=1e3)] = 1.0
-    """Time of copies both ways at once, against one way."""
+    """How many times as long copies take if they go both ways at once."""
     copy_slowdown: Annotated[float, with_unit("times as long", ge=1, le=1e3)] = 1.0
-    """Time of computing while layers are copied."""
+    """How many times as long computing takes while layers are copied."""
 
 
 class LinkProfile(Section):
-    """One direction between two processes."""
+    """One direction of the link between two processes."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -156,7 +156,7 @@ class FleetProfile(WholeFile):
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], *, name: str = "profile") -> FleetProfile:
-        """Validate a dictionary as of JSON. Raises ConfigError with all problems."""
+        """The profile in a dictionary of JSON types. Raises ConfigError with all problems."""
         valid: dict[str, Any] = {}
         problems: list[Problem] = []
         try:
@@ -179,8 +179,8 @@ class FleetProfile(WholeFile):
 
 
 def bytes_of_parts(memory: Sequence[StageMemory], *, one_memory: bool = False) -> dict[str, Any]:
-    """Fields of a `DeviceProfile`: the needs of embedding, layers and head on it; `one_memory`: it
-    shares the machine's."""
+    """Fields of a `DeviceProfile`: the needs of embedding, layers and head on the device.
+    `one_memory`: the device shares the machine's memory."""
     embedding, *layers, head = (part.placed(part.device, one_memory=one_memory) for part in memory)
     return {
         "layer_bytes": [part.kept for part in layers],
@@ -208,7 +208,7 @@ def from_files(profile: FleetProfile, entries: Iterable[Mapping[str, Any]]) -> F
 
 
 def source_of(offload_from: str, rate: float) -> dict[str, Any]:
-    """Fields of a `DeviceProfile`: streamed layers come from there; `rate` is that of memory."""
+    """Fields of a `DeviceProfile`: the source of streamed layers; `rate` is the memory's rate."""
     rate = min(rate, FILE_RATE) if offload_from == "file" else rate
     return {"offload_from": offload_from, "host_to_device_bytes_per_s": rate}
 
@@ -223,7 +223,7 @@ def load_profile(path: str | Path) -> FleetProfile:
 
 
 def ids_text(ids: Sequence[int | str]) -> str:
-    """The ids of devices in a message; only the first ones of many."""
+    """The ids of devices in a message; of many, only the first ids."""
     more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
     return ", ".join(map(shown, ids[:_SHOWN_IDS])) + more
 

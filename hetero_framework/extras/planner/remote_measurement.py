@@ -47,8 +47,8 @@ class Measurement:
 def model_costs(
     config: Config, model: PretrainedConfig, device: Device, *, anew: bool
 ) -> Measurement:
-    """The cost of `model`, held as in `config` (see `Config.held_by`), on a device of this machine;
-    from the cache, if it is there and not `anew`. Raises as `measure`."""
+    """The cost of `model`, held as in `config` (see `Config.held_by`), on a device of this machine.
+    A cached cost is returned unless `anew`. Raises as `measure` does."""
     began = time.monotonic()
     asked = _question_of(config, model, device)
     if not anew and (known := cache.recall(_KIND, asked)) is not None:
@@ -59,7 +59,7 @@ def model_costs(
 
 
 def _question_of(config: Config, model: PretrainedConfig, device: Device) -> str:
-    """All that a cost depends on."""
+    """The key of a cached cost: all that the cost depends on."""
     assert config.model is not None
     libraries = {name: versions.installed(name) for name in versions.LIBRARIES}
     training = config.training.model_dump(mode="json")
@@ -90,7 +90,7 @@ def _question_of(config: Config, model: PretrainedConfig, device: Device) -> str
 def question(
     number: int, config: Config, model: PretrainedConfig, worker: WorkerId, *, anew: bool = False
 ) -> Message:
-    """Asks a worker what `model`, that of `config`, takes there. Nothing that they name is read."""
+    """The request to a worker to measure `model`, of `config`. No weights are read for it."""
     adapter = config.adapter
     raw = config.to_dict()
     if adapter is not None:
@@ -117,7 +117,7 @@ def left_out(data: Any) -> None:
 
 def measured(data: Any) -> dict[str, Any]:
     """A worker's answer to MEASURE: the cost of the model of `data["config"]`, which this machine's
-    file permits. Its own copy of the model's settings takes precedence over those that were
+    file permits. If this machine has the model's folder, the settings in it replace those that were
     sent."""
     config = data["config"]
     assert isinstance(config, Config)
@@ -136,7 +136,7 @@ def measured(data: Any) -> dict[str, Any]:
 
 
 def _check_size(config: Config, model: PretrainedConfig, device: Device) -> None:
-    """Raise ResourceError for a model of which this device could not hold a part."""
+    """Raise ResourceError if a part of the model is larger than the device's memory."""
     parts = memory_of_parts(config, model, introspect(model).num_layers)
     largest, there = max(part.weights for part in parts), device.memory().total
     if largest > there:

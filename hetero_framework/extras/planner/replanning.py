@@ -38,7 +38,7 @@ from hetero_framework.trainer.plans import PlanChange, Plans
 from hetero_framework.trainer.run_checkpoint import plan_entries
 
 _STEPS = 5
-"""Steps whose medians count: a step that took longer for another reason tells nothing."""
+"""Steps whose medians count, so that a step slowed by something else does not."""
 _ASSUMED_RATE = 12e9  # bytes a second from host memory, where nothing was measured: PCIe 3
 Stages = tuple[StageSpec, ...]
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Replanning(Plans):
         self._survivors = survivors
         self.lacking: set[WorkerId] = {*given.plan.owners} - {*prepared.config.plan.owners}
         """Workers that the plan in force was made without; `Membership` knows which are here."""
-        self._home = plan_entries(given)  # the plan when everybody is here
+        self._home = plan_entries(given)  # the plan if all workers are here
         self._observed = Observed(_model_work(prepared))
         self._last: deque[Profile] = deque(maxlen=_STEPS)
 
@@ -94,7 +94,7 @@ class Replanning(Plans):
             raise type(lost)(lost.message, hint=hint) from error
 
     def without(self, away: Collection[WorkerId]) -> ChosenPlan:
-        """The best plan of the present workers. Raises PlanError if they cannot hold it all."""
+        """The best plan for the present workers. Raises PlanError if they cannot hold the model."""
         names = ", ".join(map(str, away))
         entries = self._searched(away)
         return self._change(entries, f"worker {names} stays away", tuple(away))
@@ -117,13 +117,13 @@ class Replanning(Plans):
 
     @cached_property
     def _streaming(self) -> set[WorkerId]:
-        """Processes that may stream layers: those that do by the user's plan."""
+        """Processes that may stream layers: those that do so in the user's plan."""
         return {entry.id for entry in self._prepared.resolved.given.shard_plan if entry.offload}
 
     @cached_property
     def _sources(self) -> dict[WorkerId, dict[str, Any]]:
-        """Where each process streams layers from, by the user's plan, and the rate: measured for
-        that plan, or assumed."""
+        """The source of each process's streamed layers in the user's plan, and its rate: measured
+        for that plan, or assumed."""
         given = self._prepared.resolved.given
         known = host_rates(given)
         return {
@@ -166,8 +166,8 @@ class Replanning(Plans):
         )
 
     def _holdable(self, owner: WorkerId, free: float) -> PartBytes:
-        """The needs of the parts on a process. Parts that others hold in another precision need
-        more than is free, since they keep it."""
+        """The needs of the parts on a process. Parts that are held elsewhere in another precision
+        keep it, so here they need more than is free."""
         config, parts = self._prepared.config, self._part_bytes[owner]
         streams, free_there = owner in self._streaming, self.facts[owner].host_free
         if free_there and (streams or config.training.offload_optimizer):
@@ -186,7 +186,7 @@ class Replanning(Plans):
         return {**parts, "layer_bytes": layers, "head_bytes": head}
 
     def _searched(self, away: Collection[WorkerId]) -> list[dict[str, Any]]:
-        """The planner's answer for the processes that are here."""
+        """The entries of the planner's plan for the processes that are not away."""
         owners = [entry.id for entry in self._prepared.resolved.given.shard_plan]
         chunks = {CHUNKS} if len(set(owners)) < len(owners) else set()
         fleet = self._fleet(away)
@@ -200,8 +200,8 @@ class Replanning(Plans):
         return self._with_settings(result.shard_plan)
 
     def _with_settings(self, entries: setup.Entries) -> list[dict[str, Any]]:
-        """The layers of `entries` with the user's settings of each process; direct links are a
-        setting of the run, and a process that streams layers streams as few as it has to."""
+        """The layers of `entries` with the user's settings of each process. The run's setting
+        decides on direct links. A process that may stream layers streams as few as it has to."""
         given = {entry.id: entry for entry in self._prepared.resolved.given.shard_plan}
         kept = ("gradient_checkpointing", "offload_optimizer")
         files = {entry.id for entry in given.values() if entry.offload_from == "file"}
@@ -226,7 +226,7 @@ def tuned(fleet: Fleet, stages: Stages) -> TunedSchedule | None:
 
 
 def _layout(fleet: Fleet, stages: Stages) -> Layout:
-    """A plan as the planner sees it, direct where it can be, with as few streamed layers as fit."""
+    """The layout of a plan: direct where it can be, with the fewest streamed layers that fit."""
     index = {owner: d for d, owner in enumerate(fleet.ids)}
     devices = [index[stage.owner] for stage in stages]
     direct = [False, *(fleet.can_go_direct(a, b) for a, b in pairwise(devices))]
@@ -238,7 +238,7 @@ def _layout(fleet: Fleet, stages: Stages) -> Layout:
 
 
 def _model_work(prepared: setup.Prepared) -> LayerWork:
-    """The work in weights, as matrix products cost it for a token."""
+    """The work of layers and head in numbers of weights, as their products cost for a token."""
     model = meta_model(prepared.model_config)
     blocks = model.get_submodule(introspect(prepared.model_config).blocks)
     layers = [sum(p.numel() for p in block.parameters()) for block in blocks.children()]

@@ -1,5 +1,5 @@
-"""`Result`: the answer of `hetero plan`; saved beside a run's results, it is the prediction that
-the run compares its steps with."""
+"""`Result`: the answer of `hetero plan`. Saved with a run's results, it is the prediction that the
+run compares its steps with."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ WorkerId = int | str
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """One process of a plan: `busy` is the share of the step in which it computes, `memory_bytes`
-    its need in all, `free_bytes` the rest, and `limit` the reason why it does not do more:
+    """One process of a plan. `busy` is the share of the step in which it computes, `memory_bytes`
+    its whole need, and `free_bytes` the rest. `limit` is the reason why it does not do more:
     "compute", "streaming", "memory" or "link". `streamed` of its layers are in `host_bytes` of its
-    machine's memory (0: they come from files), which makes its work of a step `streaming_s` longer;
-    `stored_bytes` of states and inputs are there, too."""
+    machine's memory (0: in files), which makes its work in a step `streaming_s` longer. In that
+    memory are also `stored_bytes` of optimizer states and inputs."""
 
     id: WorkerId
     busy: float
@@ -58,10 +58,10 @@ class Limit:
 
 @dataclass(frozen=True)
 class Result:
-    """A plan with its prediction. `changes` are the allowed changes of settings that it needs
-    besides; `schedule` is the simulated one, `in_flight` the most forwards that each stage stores
-    in it, and `seconds` the time of the search. `host_rates` are bytes per second from the memory
-    of each process's machine to its device."""
+    """A plan with its prediction. `changes` are allowed changes of other settings that it needs.
+    `schedule` is the simulated schedule, and `in_flight` the most forwards that each stage stores
+    in it. `seconds` is the time of the search. `host_rates` are bytes per second from the memory of
+    each process's machine to its device."""
 
     shard_plan: tuple[Mapping[str, Any], ...]
     gradient_checkpointing: Mapping[str, bool]
@@ -79,7 +79,7 @@ class Result:
 
     @property
     def pipeline(self) -> Profile:
-        """The simulated times."""
+        """The times that were simulated."""
         return self.schedule.profile
 
     @property
@@ -88,7 +88,7 @@ class Result:
         return self.schedule.bound_s
 
     def to_dict(self) -> dict[str, Any]:
-        """All but `schedule`, and the bound, in JSON types."""
+        """The fields without `schedule`, and the lower bound, in JSON types."""
         raw = {n: value for n, value in vars(self).items() if n != "schedule"}
         bounded = {**raw, "lower_bound_s": self.lower_bound_s}
         found: dict[str, Any] = json.loads(json.dumps(bounded, default=vars))
@@ -97,7 +97,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Planned:
-    """Seconds of a step, and those of the stages and edges that it was simulated with."""
+    """Seconds of a step, and the times of stages and edges that it was simulated with."""
 
     step_s: float
     pipeline: Profile
@@ -116,8 +116,8 @@ def save_plan(config: Config, result: Result) -> None:
 
 
 def planned(config: Config) -> Planned | None:
-    """The prediction for the plan of `config`; None without one, and for another plan or other
-    micro-batches."""
+    """The saved prediction for the plan of `config`; None if there is none, or if it is for another
+    plan or other micro-batches."""
     try:
         kept = json.loads((config.output_dir / PLAN_FILE).read_bytes())
         entries = config.to_dict()["shard_plan"]
@@ -131,8 +131,8 @@ def planned(config: Config) -> Planned | None:
 
 
 def host_rates(config: Config) -> dict[str, float]:
-    """Measured bytes per second from host memory to the devices of a run, by process, as far as its
-    plan was made for measured machines."""
+    """Measured bytes per second from host memory to each process's device. Empty if the run's plan
+    was not made for measured machines."""
     try:
         kept = json.loads((config.output_dir / PLAN_FILE).read_bytes())
         return {owner: float(rate) for owner, rate in kept["host_rates"].items()}

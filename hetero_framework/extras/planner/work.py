@@ -1,12 +1,12 @@
 """Operations and bytes of a model's parts for one micro-batch, computed from shapes alone.
 
-A product with a matrix of n numbers takes 2 n operations per token forward; backward as many for
-the gradient of its input and, where it is trained, as many again for its own. Attention takes 4 S D
-per token forward for S tokens and heads of D numbers in all, and twice that backward. Of experts,
-only those that a token visits count. Smaller work (norms, activations) is left out.
+A product with a matrix of n numbers takes 2 n operations per token forward. Backward it takes 2 n
+for the gradient of its input and, if the matrix is trained, 2 n for the matrix's own. Attention
+takes 4 S D per token forward, for S tokens and heads of D numbers in all, and twice that backward.
+Only the experts that a token visits count. Smaller work (norms, activations) is left out.
 
-Bytes are those of the weights, and those that a layer stores for backward, written and read once.
-Quantised weights are unpacked in a pass of its own before each product, which hides behind nothing.
+Bytes are the weights, and what a layer stores for backward, written and read once. Quantised
+weights are unpacked before each product, in a pass whose time adds to the product's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hetero_framework.models.sizing.memory import (
 
 @dataclass(frozen=True)
 class PartWork:
-    """Floating-point operations, and bytes between device and memory, of one micro-batch.
+    """Floating-point operations of one micro-batch, and bytes between device and memory.
     `unpacked` numbers of quantised weights are unpacked for forward, and again for backward."""
 
     forward_flops: float
@@ -44,9 +44,9 @@ class PartWork:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """`layers` of the whole model in order; `hidden_numbers`, each of `number_bytes`, cross a
-    boundary. `memory` is that of embedding, layers and head, without gradient checkpointing and
-    with it. `half`: the arithmetic is of 16 bits."""
+    """The work of a model's parts. At most `hidden_numbers` of type `dtype` cross a boundary. The
+    memory of embedding, layers and head is `memory` without gradient checkpointing and
+    `recomputing` with it. `half`: the arithmetic has 16 bits."""
 
     embedding: PartWork
     layers: list[PartWork]
@@ -59,8 +59,8 @@ class ModelWork:
 
 
 def model_work(config: Config, model: PretrainedConfig) -> ModelWork:
-    """The work of `model`, that of `config`, as a process holds it by `Config.held_by`; loads
-    nothing. Raises as `plan_adapter` and `introspect`."""
+    """The work of `model`, which is of `config` (from `Config.held_by` for one process). Loads no
+    weights. Raises as `plan_adapter` and `introspect` do."""
     assert config.model is not None
     plan = adapter_plan_of(config, model)
     shapes = shapes_of(config, model, plan, config.model.quantization)
@@ -76,7 +76,7 @@ def model_work(config: Config, model: PretrainedConfig) -> ModelWork:
     bounds = [(0, 0), *((k, k + 1) for k in range(count)), (count, count)]
     ranges = [ShardRange(a, b, k == 0, k == count + 1) for k, (a, b) in enumerate(bounds)]
     parts = []
-    known: dict[object, PartWork] = {}  # of layers, most of which are alike
+    known: dict[object, PartWork] = {}  # most layers are alike
     differentiates = False
     for rng, held in zip(ranges, memory, strict=True):
         key = (shapes.form(rng), differentiates)
@@ -99,14 +99,14 @@ def model_work(config: Config, model: PretrainedConfig) -> ModelWork:
 
 
 def _largest_bundle(setting: Setting, shapes: Shapes) -> int:
-    """Bytes that cross the fullest boundary."""
+    """Bytes that cross the boundary with the most bytes."""
     structure = shapes.skeleton.structure
     boundaries = {0, *(side.maker + 1 for side in structure.sides)}
     return max(bundle_bytes(setting, k) for k in boundaries)
 
 
 class _PartShapes:
-    """The embedding, a layer or the head."""
+    """The shapes of one part: the embedding, a layer or the head."""
 
     def __init__(self, shapes: Shapes, rng: ShardRange, memory: StageMemory) -> None:
         self._shapes, self._rng, self._memory = shapes, rng, memory
@@ -125,7 +125,7 @@ class _PartShapes:
         self.trains = bool(trained)
 
     def work(self, rows: int, tokens: int, differentiates: bool) -> PartWork:
-        """`differentiates`: something here or below is trained."""
+        """The work of the part. `differentiates`: something in it or below it is trained."""
         batch_tokens, memory = rows * tokens, self._memory
         is_layer = self._rng.end > self._rng.start
         products = 2.0 * batch_tokens * sum(self._numbers.values())
@@ -156,7 +156,7 @@ class _PartShapes:
 
 
 def _attention_numbers(text: Any) -> int:
-    """Heads times their size; 0 for a model that has none."""
+    """The number of heads times their size; 0 for a model without heads."""
     heads = getattr(text, "num_attention_heads", None) or 0
     each = getattr(text, "head_dim", None) or (int(text.hidden_size) // heads if heads else 0)
     return int(heads * each)

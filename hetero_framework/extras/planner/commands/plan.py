@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
     from hetero_framework.extras.planner.plan_report import Wishes
 
     profile, config, about = _profile(arguments)
-    # An estimate has left them out already.
+    # An estimate has left these workers out already.
     excluded = () if arguments.dry_run else arguments.exclude
     wishes = Wishes(arguments.pin, excluded, arguments.margin, arguments.allow)
     if arguments.evaluate is not None:
@@ -155,7 +155,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> tuple[Any, Any, dict[str, Any]]:
-    """The profile, the configuration that it is of, if any, and for an estimate its
+    """The profile, its configuration (None for a profile in a file), and for an estimate its
     assumptions."""
     from hetero_framework.extras.planner import load_profile
 
@@ -192,8 +192,8 @@ def _measured(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _paper_config(arguments: argparse.Namespace) -> Any:
-    """The configuration; without a file the one that `hetero init` would propose for --model and
-    the workers that --device names."""
+    """The configuration. Without a file it is the proposal of `hetero init` for --model and the
+    workers that --device names."""
     is_there = Path(arguments.config).exists()
     if arguments.model is None or is_there or arguments.config != DEFAULT_CONFIG:
         config = load(arguments, saved_plan=False)

@@ -1,14 +1,14 @@
 """Layouts for a step of a given length: one dynamic programme over orders and cuts.
 
-A stage that a micro-batch reaches w seconds after the start of the step, the gradients' way back
-included, has T - w left. Its layers may therefore take, for m micro-batches,
+In a step of T seconds a stage has T - w left if a micro-batch reaches it after w seconds, counting
+the gradients' way back. Its layers may therefore take, for m micro-batches,
 
     m (F + B) <= T - w.
 
 From the embedding towards the head each device takes as many layers as this and its memory allow.
-Of all orders of the same devices that end with the same one, only the most promising is kept: the
-one with the most layers covered, those included that the other devices could cover in the time
-left. The number of kept orders is limited, too. Devices that are alike are taken in their order.
+Of all orders of the same devices with the same last device, only the most promising is kept. It
+covers the most layers, counting those that the unused devices could cover in the time left. The
+number of kept orders is limited too. Devices that are alike are taken in their order.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hetero_framework.extras.planner.layout import Layout, Part, Rules, longest
 
 _ROUNDING = 1e-12
 _BEAM = 2_000  # partial layouts that are kept, for all pairs of devices together
-_LEAST_BEAM = 12  # of more than 12 devices
-_RELAYED = 8  # workers tried behind one to which they have no link, where it has links to others
+_LEAST_BEAM = 12  # the same for more than 12 devices
+_RELAYED = 8  # workers without a link that are tried behind a worker that has links to others
 
 
 class _Front(NamedTuple):
-    """A partial layout: layers up to `end`, laid out as `parts`. Seconds are per micro-batch:
-    `wait_s` through all of it and back, `in_s` and `out_s` what the last stage's NICs receive and
-    send over the boundary in front of it, `relayed_s` what the coordinator relays. `rate` is that
-    of the devices left, layers a second."""
+    """A partial layout: layers up to `end`, laid out as `parts`. Seconds are per micro-batch.
+    `wait_s` is the way through all parts and back. `in_s` and `out_s` are what the last stage's
+    NICs receive and send over the boundary before it, `relayed_s` is what the coordinator relays.
+    `rate` is layers per second of the unused devices."""
 
     end: int
     wait_s: float
@@ -44,8 +44,8 @@ class _Front(NamedTuple):
 
 
 class LayerProgramme:
-    """The dynamic programme. `depth` is the share of a full pipeline's micro-batches in a stage
-    that is counted: 1 all of them, 0 one, for fleets without the memory for more."""
+    """The dynamic programme. `depth` is the share of a full pipeline's micro-batches in flight for
+    which stages need memory: 1 is all, 0 is one micro-batch, for fleets without memory for more."""
 
     def __init__(self, rules: Rules, *, depth: float = 1.0) -> None:
         self._rules = rules
@@ -75,8 +75,8 @@ class LayerProgramme:
         return any(self._short[d] for d in self._rules.devices)
 
     def layouts(self, step_s: float) -> Iterator[Layout]:
-        """Layouts for a step of `step_s` seconds, those with fewer stages first; none of them uses
-        a device twice."""
+        """Layouts for a step of `step_s` seconds with at most one stage per device. Layouts with
+        fewer stages come first."""
         fronts, m = [self._empty], self._fleet.micro_batches
         for behind in reversed(range(len(self._rules.devices))):
             reached: dict[tuple[frozenset[int], int], tuple[float, _Front]] = {}
@@ -85,7 +85,7 @@ class LayerProgramme:
                     if whole := self._extended(front, d, step_s, behind, last=True):
                         yield whole.parts
                     if longer := self._extended(front, d, step_s, behind):
-                        # And what the unused devices could hold in the remaining time.
+                        # The unused devices count with what they could hold in the remaining time.
                         value = longer.end + longer.rate * (step_s - longer.wait_s) / m
                         if value > reached.get((longer.used, d), (-math.inf,))[0]:
                             reached[longer.used, d] = value, longer
@@ -105,8 +105,8 @@ class LayerProgramme:
         return front.parts
 
     def _following(self, front: _Front) -> Iterator[int]:
-        """The devices that may come next, one of each kind; of those that would be reached through
-        the coordinator, where others would not, the quickest few."""
+        """The devices that may come next, one of each kind. If the last device has direct links,
+        only the quickest few of the devices without one are among them."""
         if not front.parts:
             yield 0
             return
@@ -131,10 +131,10 @@ class LayerProgramme:
         last: bool = False,
         leave: int = 0,
     ) -> _Front | None:
-        """The front with a stage on device d, at most `behind` others behind it: all layers left if
-        it is the `last` one, else as many as it can take but `leave`. None where it can take none,
-        or where a NIC (of the stage in front, of this one, of the coordinator) would carry more
-        than T / m seconds of each micro-batch."""
+        """The front with another stage, on device d, and at most `behind` stages behind it. The
+        `last` stage takes all layers left, others as many as they can, but not the last `leave`.
+        None if it can take none, or if a NIC (of the stage before, of this stage, of the
+        coordinator) would be busy for more than T / m seconds of each micro-batch."""
         m, wait_s = self._fleet.micro_batches, front.wait_s
         pace_s = step_s / m
         in_s = out_s = 0.0
@@ -180,7 +180,7 @@ class LayerProgramme:
         return sums[part.end] - sums[part.start]
 
     def _wanted(self, d: int, start: int, last: bool, leave: int) -> tuple[int, int] | None:
-        """The least and the most that the stage of device d may end at."""
+        """(least, most) layer at which the stage of device d may end; None if it may not exist."""
         layers = self._fleet.layers
         limit = next((pin for pin in self._pin_starts if pin >= start), layers)
         pin = self._rules.pins.get(d)
@@ -196,8 +196,8 @@ class LayerProgramme:
     def _reach(
         self, d: int, start: int, limit: int, held: int, recompute: bool, spare_s: float, last: bool
     ) -> Part | None:
-        """The stage of the layers from `start` on that fit, at most to `limit`; None where not even
-        none do."""
+        """The longest stage from layer `start` on that fits, to `limit` at most. It may have no
+        layers; None if even that stage does not fit."""
         costs, sums = self._fleet.costs[d], self._sums[d][recompute]
         device = costs.device
         free = costs.memory_bytes
@@ -222,7 +222,7 @@ class LayerProgramme:
 
         in_time = end
         while end > start and self._short[d] and (needed := needs(end)) > free:
-            # Layers differ little: half as many fewer as the mean says, at least one.
+            # Layers differ little: take half as many away as the mean says, at least one.
             end -= max(1, int((end - start) * (1 - free / needed) / 2))
         resident = Part(d, start, end, recompute and end > start)
         if not costs.streams or end == in_time:

@@ -9,13 +9,13 @@ from itertools import product
 from hetero_framework.extras.planner.layout import Fleet, Layout, Part, Rules
 from hetero_framework.extras.planner.search.layer_dp import LayerProgramme
 
-MANY = 8  # stages up to which all moves are looked at: there are as many as pairs of stages
-_HALVINGS = 6  # of a fifth of a step, to 0.3 % of it; each is one more cut of the same order
-_MOST_EXCHANGES = 48  # exchanges for unused devices, of which the quickest are tried
+MANY = 8  # most stages for which all moves are tried: their number is that of pairs of stages
+_HALVINGS = 6  # of a fifth of a step, down to 0.3 % of it; each costs another cut of the order
+_MOST_EXCHANGES = 48  # exchanges for unused devices; beyond, only the quickest are tried
 
 
 def recut(layout: Layout, counts: Sequence[int]) -> Layout:
-    """The same stages with other numbers of layers."""
+    """The layout with these numbers of layers in its stages."""
     parts, start = [], 0
     for part, count in zip(layout, counts, strict=True):
         parts.append(part._replace(start=start, end=start + count))
@@ -24,8 +24,8 @@ def recut(layout: Layout, counts: Sequence[int]) -> Layout:
 
 
 def shifted(fleet: Fleet, layout: Layout) -> Iterator[Layout]:
-    """One layer moved between any two stages; in a long pipeline from the busiest two devices to
-    the least busy ones."""
+    """The layout with one layer moved between two stages: any two, or in a long pipeline from the
+    two busiest devices to the least busy devices."""
     counts, last = [part.end - part.start for part in layout], len(layout) - 1
     sources = targets = [*range(len(layout))]
     if len(layout) > MANY:
@@ -45,8 +45,8 @@ def shifted(fleet: Fleet, layout: Layout) -> Iterator[Layout]:
 
 
 def toggled(rules: Rules, layout: Layout) -> Iterator[Layout]:
-    """One stage computes again or no longer does, or all in front of a stage do, since the one that
-    stores fewest limits those behind it; or one boundary is crossed the other way."""
+    """The layout with recomputing switched in one stage; or on in all stages before one, as the one
+    that stores fewest forwards limits those behind it; or with another way over one boundary."""
     short = [
         rules.checkpointing and not part.recompute and rules.fleet.is_short_of_memory(part)
         for part in layout
@@ -65,8 +65,8 @@ def toggled(rules: Rules, layout: Layout) -> Iterator[Layout]:
 
 
 def orders(rules: Rules, layout: Layout) -> Iterator[list[int]]:
-    """Devices without one of them, with one replaced by an unused one, two exchanged, or one taken
-    in; none where a device has several stages."""
+    """The order of devices with one left out, one replaced by an unused device, two exchanged, or
+    an unused device added. No orders if a device has several stages."""
     order = [part.device for part in layout]
     if len(set(order)) < len(order):
         return
@@ -89,12 +89,12 @@ def orders(rules: Rules, layout: Layout) -> Iterator[list[int]]:
 
 
 def balanced(programme: LayerProgramme, order: Sequence[int], step_s: float) -> Layout | None:
-    """The layout of these devices in this order for the shortest step, which is looked for around
-    `step_s`; None where there is none."""
+    """The layout of these devices in this order with the shortest step, searched for around
+    `step_s`; None if there is no layout."""
     high = step_s
     while (layout := programme.along(order, high)) is None:
         high *= 1.25
-        if high >= 2 * step_s:  # also of one that is infinite
+        if high >= 2 * step_s:  # true of an infinite step too
             return None
     low = 0.8 * high
     for _ in range(_HALVINGS):
@@ -108,8 +108,8 @@ def balanced(programme: LayerProgramme, order: Sequence[int], step_s: float) -> 
 
 
 def interleaved(rules: Rules, layout: Layout, chunks: int) -> Layout | None:
-    """Each device's layers in `chunks` stages, in turn around the devices; those that have too few
-    layers take part in fewer rounds. None where no device has enough."""
+    """The layout with each device's layers in `chunks` stages, in rounds over the devices. Devices
+    with too few layers take part in fewer rounds. None if no device has enough layers."""
     counts = [part.end - part.start for part in layout]
     if max(counts) < chunks:
         return None
@@ -126,8 +126,8 @@ def interleaved(rules: Rules, layout: Layout, chunks: int) -> Layout | None:
 
 
 def split(rules: Rules, layout: Layout) -> Iterator[Layout]:
-    """A new stage elsewhere with some layers of a stage: with all of them only from the first one,
-    which keeps the embedding; with none only at the end, where the head is."""
+    """The layout with a new stage elsewhere that takes some layers of a stage: all of them only of
+    the first stage, which keeps the embedding, none only at the end, where it gets the head."""
     stages = [(part, part.end - part.start) for part in layout]
     for k, (part, count) in enumerate(stages):
         moved = {0, 1, count // 4, count // 2, count if k == 0 else 0}
@@ -143,8 +143,8 @@ def split(rules: Rules, layout: Layout) -> Iterator[Layout]:
 
 
 def _built(rules: Rules, stages: Sequence[tuple[Part, int]]) -> Layout:
-    """Stages with the given numbers of layers, joined by the quickest ways; between the first and
-    the last one, stages without layers are left out."""
+    """The layout of stages with these numbers of layers, joined by the quickest ways. Between the
+    first and the last stage, stages without layers are left out."""
     parts: list[Part] = []
     start = 0
     for k, (part, count) in enumerate(stages):
@@ -158,10 +158,10 @@ def _built(rules: Rules, stages: Sequence[tuple[Part, int]]) -> Layout:
 
 
 def closed(rules: Rules, layout: Layout) -> Iterator[Layout]:
-    """The coordinator has the head too, with none, half or all of the layers that it holds now.
-    They store one forward, so they need not compute again."""
+    """The layout with a last stage on the coordinator: the head, with none, half or all of its
+    present layers. The last stage stores one forward, so it need not compute again."""
     if layout[-1].start == layout[-1].end:
-        layout = layout[:-1]  # it had the head alone
+        layout = layout[:-1]  # the last stage had the head alone
     counts = [part.end - part.start for part in layout]
     if len(layout) < 2 or layout[-1].device == 0:
         return
@@ -174,7 +174,7 @@ def closed(rules: Rules, layout: Layout) -> Iterator[Layout]:
 
 
 def merged(parts: Sequence[Part]) -> Layout:
-    """Neighbours on one device become one stage."""
+    """The layout of `parts`, with neighbours on one device joined to one stage."""
     stages: list[Part] = []
     for part in parts:
         if stages and stages[-1].device == part.device:
