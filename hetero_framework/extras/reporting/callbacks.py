@@ -1,9 +1,9 @@
-"""transformers' callbacks, told of a run as its Trainer tells them.
+"""transformers' callbacks, called during a run as transformers' Trainer calls them.
 
-Each gets real TrainingArguments, a TrainerState and a TrainerControl, whose flags are obeyed. The
-model that they see is on the device "meta": configuration and shapes, no values, since no process
-holds the weights. `log_history` and the state of callbacks that have one are kept in
-log_history.jsonl, which a resumed run goes on with.
+Each callback gets real TrainingArguments, a TrainerState and a TrainerControl, whose flags are
+obeyed. The model that they see is on the device "meta": configuration and shapes, no values, since
+no process holds the weights. `log_history`, and the state of callbacks that have a state, are kept
+in log_history.jsonl, with which a resumed run goes on.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from hetero_framework.trainer.setup import Prepared, Sample
 from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 
-_STATES, _STOPPED, _TOLD = "stateful_callbacks", "stopped", "evaluated"  # lines of their own
+_STATES, _STOPPED, _TOLD = "stateful_callbacks", "stopped", "evaluated"  # keys of own lines
 _EPOCH, _BEST = "epoch_end", "best_saved"
 _RUN, _MLFLOW_RUN = "remote_run", "mlflow_run"
 _OWN = {"loss", "token_loss", "perplexity", "samples", "batches", "tokens", "seconds"}
@@ -108,7 +108,7 @@ class Callbacks(Observer):
         self._control = TrainerControl()
         self._run: str | None = None
         self._mlflow_run: str | None = None
-        self._states: dict[str, Any] | None = None  # as they stand in the file
+        self._states: dict[str, Any] | None = None  # the states in the file
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         self._model = _shown_model(prepared)
@@ -117,7 +117,7 @@ class Callbacks(Observer):
         )
         self._epoch: int | None = None
         self._line: Mapping[str, Any] = {}
-        self._losses: list[tuple[int, float]] = []  # not logged yet, with their steps
+        self._losses: list[tuple[int, float]] = []  # (step, loss), not logged yet
         counted = training.include_num_input_tokens_seen
         self._counted = None if counted in (False, "no") else "tokens"
         if counted in (True, "all"):
@@ -134,8 +134,8 @@ class Callbacks(Observer):
         self.state = TrainerState()
 
     def _store_flos(self) -> None:
-        """Count operations as the Trainer does: 6 for each token, padding included, and parameter
-        of the model, with its adapter and without embeddings."""
+        """Count operations as the Trainer does: 6 for each token (padding counts) and each
+        parameter of the model (with its adapter, without embeddings)."""
         parameters = self._model.num_parameters(exclude_embeddings=True)
         self.state.total_flos = float(6 * self._padded_tokens * parameters)
 
@@ -176,7 +176,7 @@ class Callbacks(Observer):
             self.evaluated(state, self._untold, due)
 
     def _take_up(self, state: TrainState, due: Due) -> None:
-        """Note what is done after the last step of a run that was cut short."""
+        """Note what was done already after the last step of a run that was cut short."""
         due.stop |= self._stopped_at == state.step
         due.done |= {"log"} if not self._losses else set()
         due.done |= {"epoch"} if self._is_epoch_told else set()
@@ -228,7 +228,7 @@ class Callbacks(Observer):
             self._history.write({"step": state.step, **noted})
 
     def _noted_stop(self, state: TrainState, due: Due) -> dict[str, bool]:
-        """What to write where callbacks have ended the run after this step, once."""
+        """The fields to write, once, if callbacks have ended the run after this step."""
         if not due.stop or state.position >= self.state.max_steps or self._stopped_at == state.step:
             return {}
         self._stopped_at = state.step
@@ -269,7 +269,7 @@ class Callbacks(Observer):
             self._report(logs, due)
             due.evaluate = False
             self._decide("on_evaluate", due, metrics={**every, "epoch": self.state.epoch})
-        # What is read again is null where it was not finite.
+        # A value that was read from the file is None if it was not finite.
         if self._metric is not None and metrics.get(self._metric, 0) is not None:
             check_best(self._metric, metrics)
         # An evaluation before the first step decides nothing, as in the Trainer.
@@ -306,7 +306,7 @@ class Callbacks(Observer):
         training = self._prepared.config.training
         samples = steps * training.per_device_train_batch_size
         samples *= training.gradient_accumulation_steps
-        # After an evaluation TRL looks for those of evaluations, which were logged.
+        # After an evaluation TRL looks for the means of evaluations, which were logged.
         means = {} if self._is_evaluated else self._means.take()
         self._report(
             {
@@ -334,11 +334,11 @@ class Callbacks(Observer):
             self._write_state()
 
     def _judge(self, metrics: Mapping[str, Any], step: int) -> bool:
-        """Whether an evaluation is better than all before, which is then remembered."""
+        """Whether an evaluation is better than all before it. If so, it is remembered."""
         if self._metric is None:
             return False
         value, best = metrics.get(self._metric), self.state.best_metric
-        if value is None:  # read again: it was not finite, or of an earlier part of the run
+        if value is None:  # read from the file: not finite, or absent in an earlier part
             return False
         if best is None:
             best = -math.inf if self._arguments.greater_is_better else math.inf
@@ -351,7 +351,7 @@ class Callbacks(Observer):
         return True
 
     def _name_best(self) -> None:
-        """Name the checkpoint of the best step that was saved."""
+        """Name the checkpoint of the best saved step in the state."""
         step, root = self._store.best_step, self._store.root
         self.state.best_model_checkpoint = None if step is None else str(root / f"step_{step}")
 
@@ -367,7 +367,7 @@ class Callbacks(Observer):
             setattr(due, name, getattr(self._control, flag))
 
     def _take_losses(self) -> float:
-        """The sum of the losses that were not logged, which count as logged from now on."""
+        """The sum of the losses that were not logged. They count as logged from now on."""
         losses, self._losses = self._losses, []
         is_filtered = self._prepared.config.training.logging_nan_inf_filter
         total = _filtered(losses) if is_filtered else sum(loss for _, loss in losses)
@@ -400,8 +400,8 @@ class Callbacks(Observer):
 
     @contextmanager
     def _attempt(self, callback: TrainerCallback, event: str) -> Iterator[None]:
-        """Within, a callback is called. One of a reporter that fails is called no more; another
-        one's failure is raised as a CallbackError."""
+        """Within the block, a callback is called. A reporter that fails is called no more. The
+        failure of another callback is raised as a CallbackError."""
         name = type(callback).__name__
         try:
             with control.users_code(f"the callback {name} failed in {event}"):
@@ -418,16 +418,16 @@ class Callbacks(Observer):
         self._means.add(line)
 
     def _count(self, line: Mapping[str, Any]) -> None:
-        """Take the tokens of a step."""
+        """Count the tokens of a step."""
         self._padded_tokens += line["padded_tokens"]
         if self._counted is not None:
             self.state.num_input_tokens_seen += line[self._counted]
 
     def _read(self, state: TrainState) -> None:
-        """Go on with what was recorded up to a step."""
+        """Read what was recorded up to the step of `state`, and go on with it."""
         run = StepLines(self._prepared.config.output_dir / METRICS_FILE).resume(state.step)
         evaluations = {line["step"]: line for line in run if is_evaluation(line)}
-        # The line of the end is told again, after the last of perhaps more steps.
+        # The line of the run's end is written again, after perhaps more steps.
         lines = self._history.resume(state.step, lambda line: "train_loss" not in line)
         told = {line["step"] for line in lines if _TOLD in line}
         self._untold = evaluations.get(state.step) if state.step not in told else None
@@ -496,7 +496,7 @@ class Callbacks(Observer):
 
 
 def make(run: Watched) -> Callbacks | None:
-    """The observer that tells callbacks and reporters, where there are any."""
+    """The observer that calls callbacks and reporters; None if there is nothing for it to do."""
     prepared = run.placed.prepared
     callbacks, reporting = [*run.callbacks], reporters(prepared.config)
     if callbacks or reporting or prepared.config.training.metric is not None:
@@ -514,7 +514,7 @@ def _shown_model(prepared: Prepared) -> PreTrainedModel:
 
 
 class _Means:
-    """The metrics of the steps since the last log: each a mean over their micro-batches, and the
+    """The metrics of the steps since the last log, as means over their micro-batches, and the
     tokens so far."""
 
     def __init__(self, training: TrainingConfig) -> None:
@@ -527,7 +527,7 @@ class _Means:
     def add(self, line: Mapping[str, Any]) -> None:
         """Take the line of a step in metrics.jsonl."""
         for name in self._names:
-            if name in line:  # an earlier part of the run may have done without
+            if name in line:  # an earlier part of the run may lack it
                 value = math.nan if line[name] is None else line[name]
                 count = line.get(COUNT + name, line["micro_batches"])
                 self._sums[name] = self._sums.get(name, 0.0) + value * count
@@ -549,7 +549,7 @@ def _precedes_evaluation(step: int, line: Mapping[str, Any]) -> bool:
 
 
 def made(callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback:
-    """An instance. Raises ConfigError for what is no callback."""
+    """The callback as an instance. Raises ConfigError if it is no callback."""
     if inspect.isclass(callback) and issubclass(callback, TrainerCallback):
         name = callback.__name__
         hint = f"give an instance in place of the class, as in callbacks = [{name}(...)]"
@@ -564,7 +564,7 @@ def made(callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback:
 
 
 def training_arguments(config: Config) -> TrainingArguments:
-    """The settings of a run, those that transformers knows, in its own form."""
+    """The settings of a run that transformers knows, in the form of transformers."""
     own = ReportSettings.of(config.training)
     arguments = TrainingArguments(str(config.output_dir), report_to="none", use_cpu=True)
     for name in ReportSettings.model_fields:
@@ -584,8 +584,8 @@ def training_arguments(config: Config) -> TrainingArguments:
 
 
 def _filtered(losses: Sequence[tuple[int, float]]) -> float:
-    """The sum of losses, as the Trainer's logging_nan_inf_filter adds them up: one that is not
-    finite counts as the mean of those before it."""
+    """The sum of losses, as the Trainer's logging_nan_inf_filter adds them up: a loss that is not
+    finite counts as the sum of the losses before it, divided by its place (from 1)."""
     total = 0.0
     for number, (_, loss) in enumerate(losses):
         total += loss if math.isfinite(loss) else total / (1 + number)

@@ -35,8 +35,8 @@ class UserMetrics(ComputedMetrics):
     def try_out(
         self, cluster: Cluster, step: int, evaluate: Callable[[str], Mapping[str, Any]]
     ) -> None:
-        """On one micro-batch, so that a process without the functions, or one that fails, ends the
-        run before its first step. What fails on so few labels is tried on all of them."""
+        """Compute metrics of one micro-batch, so that a missing or failing function ends the run
+        before its first step. A function that fails on so few labels is tried on all labels."""
         data, objective = self._prepared.data, objective_of(self._prepared.config.training)
         if not (sets := data.eval_sets):
             return
@@ -63,8 +63,8 @@ class UserMetrics(ComputedMetrics):
             raise ConfigError(error.message, hint=error.hint) from error
 
     def _check_best(self, line: Mapping[str, Any]) -> None:
-        """Raise CallbackError for a metric of the best model that neither every evaluation gives
-        nor `line` has as a number."""
+        """Raise CallbackError if not every evaluation gives the metric for the best model and
+        `line` has no number for it."""
         config = self._prepared.config
         try:
             config.check_metric(objective_of(config.training).evaluated)
@@ -73,7 +73,7 @@ class UserMetrics(ComputedMetrics):
             check_best(f"eval_{metric}", line)
 
     def _predictions(self, outcomes: Sequence[Outcome]) -> list[Any]:
-        """Those of each micro-batch. Raises CallbackError where the user's function fails."""
+        """Predictions of each micro-batch. Raises CallbackError if the user's function fails."""
         read = partial(predictions, preprocesses=self._preprocesses)
         return [read(outcome.named) for outcome in outcomes]
 
@@ -109,7 +109,7 @@ class UserMetrics(ComputedMetrics):
 
 
 def check_best(metric: str, line: Mapping[str, Any]) -> None:
-    """Raise CallbackError where an evaluation's `line` has no number for the metric that decides on
+    """Raise CallbackError if an evaluation's `line` has no number for the metric that decides on
     the best model."""
     what = f"training.metric_for_best_model is {metric}, which"
     if metric not in line:
@@ -120,8 +120,8 @@ def check_best(metric: str, line: Mapping[str, Any]) -> None:
 
 
 def of_run(given: Given, prepared: Prepared) -> ComputedMetrics | None:
-    """The metrics that the user computes in a run; None where there is no function for it. Raises
-    ConfigError where the predictions cannot be made."""
+    """The metrics that the user computes in a run; None without a function for them. Raises
+    ConfigError if the predictions cannot be made."""
     compute = given.get(COMPUTE) or control.function(COMPUTE)
     if compute is None:
         return None

@@ -1,7 +1,7 @@
 """Uploads of a run to the hub: its result at the end, and its newest checkpoint while it trains.
 
-One upload at a time, in a process of its own (hub_upload.py). A checkpoint that waits gives
-way to a newer one. An upload that fails is told once and changes nothing of the run.
+Uploads go one after another, each in a process of its own (hub_upload.py). A newer checkpoint
+replaces one that waits. A failed upload is logged once and does not change the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Upload:
-    """One upload: of a checkpoint, of the result, or of no folder, which makes the repository."""
+    """One upload of a checkpoint or the result; without a folder it only makes the repository."""
 
     what: str
     folder: Path | None = None
@@ -46,12 +46,12 @@ class HubUploads(Observer):
         config = run.placed.prepared.config
         self._config, self._store, self._should_stop = config, run.store, run.should_stop
         self._process: subprocess.Popen[bytes] | None = None
-        self._upload = _Upload("the repository")  # that of the process
+        self._upload = _Upload("the repository")  # the upload of `_process`
         self._until = 0.0
         self._settings = ReportSettings.of(config.training)
-        # Of several islands one uploads.
+        # Of several islands, only one uploads.
         self._next = [self._upload] * (config.setting("island") is None)
-        self._is_told = False  # of a failure, since an upload before the result succeeded
+        self._is_told = False  # a failure was told, and no upload succeeded since
         self._is_saver = True
         self._result = _Upload(f"the {config.result_dir.name}", config.result_dir)
 
@@ -93,8 +93,8 @@ class HubUploads(Observer):
             self._tell(upload, "the run was told to stop")
 
     def _look(self) -> None:
-        """Take the end of the upload under way, if it has ended or lasts too long; begin the next
-        one."""
+        """Finish the upload under way if its process has ended or takes too long. Then begin the
+        next upload."""
         if self._process is not None and self._process.poll() is not None:
             self._take()
         elif self._process is not None and time.monotonic() >= self._until:
@@ -124,7 +124,7 @@ class HubUploads(Observer):
             nbytes = sum(file.stat().st_size for file in files)
             self._process = start(program, environment(), subprocess.PIPE, subprocess.DEVNULL)
         except OSError as error:
-            if upload.folder is None or upload.folder.is_dir():  # else it has been deleted
+            if upload.folder is None or upload.folder.is_dir():  # else the checkpoint was deleted
                 self._tell(upload, str(error))
             return
         with suppress(AttributeError, OSError):  # Windows has no such priorities
@@ -134,7 +134,7 @@ class HubUploads(Observer):
         self._store.hold(upload.step)
 
     def _take(self, why: str | None = None) -> None:
-        """Take the end of the upload under way, or end it, for the reason `why`."""
+        """Report the upload under way, which has ended; with `why`, a reason, end it first."""
         process, self._process, upload = self._process, None, self._upload
         assert process is not None
         assert process.stdout is not None

@@ -1,7 +1,7 @@
 """Uploads one folder to the hub, in a process of its own that extras/reporting/hub.py starts.
 
 So a slow server, a client that hangs or crashes, and the hashing of files touch no step. A thread
-of the client (`run_as_future`) cannot be ended: with a hub that hangs, a run that was done stayed
+of the client (`run_as_future`) cannot be ended: with a hub that hangs, a finished run stayed
 for more than 100 s. The process imports no torch and ends with its parent. Its argument is a job
 as JSON; it prints one line, the address of the repository or the reason why there is no upload.
 """
@@ -25,7 +25,7 @@ from hetero_framework.errors import ConfigError
 from hetero_framework.extras.reporting.settings import ReportSettings
 
 PUBLIC = 2
-"""Exit code where a checkpoint would go into a public repository."""
+"""Exit code if a checkpoint would go into a public repository."""
 _UNSAID = re.compile(r"\?\S+|\bhf_\w{20,}")  # signatures of addresses, and tokens
 
 
@@ -35,7 +35,7 @@ def repository(config: Config) -> str:
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError where results are to be uploaded and this machine cannot do so."""
+    """Raise ConfigError if results are to be uploaded and this machine cannot do so."""
     if not ReportSettings.of(config.training).push_to_hub:
         return
     name, later = (
@@ -54,7 +54,7 @@ def check(config: Config) -> None:
             "training.push_to_hub is set, and HF_HUB_OFFLINE forbids uploads",
             hint=f"unset HF_HUB_OFFLINE where the coordinator starts, {later}",
         )
-    # A token that a CI service hands out is asked for by the upload alone.
+    # Only the upload itself asks a CI service for its token.
     if "HF_OIDC_RESOURCE" not in os.environ and get_token() is None:
         raise ConfigError(
             "training.push_to_hub is set, and there is no token of the hub on this machine",
@@ -63,8 +63,8 @@ def check(config: Config) -> None:
 
 
 def upload(job: dict[str, Any]) -> tuple[int, str]:
-    """Exit code and the line to print. Without a "folder" the job makes the repository, which shows
-    whether the token may write there. Raises whatever the client does."""
+    """Do a job; return the exit code and the line to print. Without a "folder" the job makes the
+    repository, which shows whether the token may write there. Raises what the client raises."""
     api = HfApi(token=True, library_name="hetero_framework", library_version=__version__)
     made = api.create_repo(job["repository"], private=job["private"], exist_ok=True)
     if job["must_be_private"] and not api.model_info(made.repo_id).private:
@@ -79,7 +79,7 @@ def upload(job: dict[str, Any]) -> tuple[int, str]:
             path_in_repo=job["path"] or None,
             revision=job["revision"],
             commit_message=job["message"],
-            # Those of an earlier checkpoint, which may have had more stages.
+            # Files of an earlier checkpoint, which may have had more stages.
             delete_patterns="*" if job["path"] else None,
         )
     return 0, f"{api.endpoint}/{made.repo_id}"
@@ -89,7 +89,7 @@ def main() -> int:
     watch_parent()
     try:
         code, text = upload(json.loads(sys.argv[1]))
-    except Exception as error:  # whatever it is, the run is told of it and goes on
+    except Exception as error:  # of any kind: the run is told and goes on
         code, text = 1, f"{type(error).__name__}: {error}"
     print(_UNSAID.sub("...", " ".join(text.split()))[:400].rstrip("."), flush=True)
     return code

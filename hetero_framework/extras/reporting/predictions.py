@@ -1,4 +1,4 @@
-"""Predictions of an evaluation, made of the logits where they are: on the last stage.
+"""Predictions of an evaluation, made from the logits where they are: on the last stage.
 
 Shapes: B rows, S tokens, V vocabulary.
 """
@@ -23,13 +23,13 @@ _ARGMAX, _LOGITS, _MADE, _FAILED = (
     "failed",
 )  # names of tensors beside a loss
 PLAIN = {_ARGMAX, _LOGITS}
-"""Those that no function of the user's has made."""
+"""Names of predictions that no function of the user has made."""
 _MOST_BYTES = 64 << 20  # of a micro-batch; fits into a message of any run
 
 
 class MadePredictions:
-    """What becomes of the logits of one micro-batch: the likeliest token after each one, or what
-    the user's `preprocess` makes of logits [B, S, V], in float32, and labels [B, S]."""
+    """The predictions from one micro-batch's logits: the likeliest next token at each place, or
+    what the user's `preprocess` makes of logits [B, S, V], in float32, and labels [B, S]."""
 
     def __init__(self) -> None:
         self._preprocess = control.function(PREPROCESS)
@@ -49,8 +49,8 @@ class MadePredictions:
     def named(
         self, labels_BS: Tensor, chunks: Sequence[tuple[slice, slice]] = ()
     ) -> dict[str, Tensor]:
-        """The tensors that `predictions` reads, once all logits were looked at; `chunks` are their
-        places. A failure of the user's function is among them, and is raised where the user is."""
+        """The tensors that `predictions` reads, after `look` has taken all logits; `chunks` are the
+        logits' places. A failure of the user's function is one of them; `predictions` raises it."""
         if self._preprocess is None:
             tokens_BS = torch.empty_like(labels_BS, dtype=torch.int32)
             places: list[Any] = [*chunks] or [...]
@@ -60,13 +60,13 @@ class MadePredictions:
         try:
             made = self._preprocess(self._seen[0].float(), labels_BS)
             return _checked(made, labels_BS.device)
-        except Exception as error:  # whatever it is, the user's code is told of by name
+        except Exception as error:  # of any kind; its text names the user's code
             text = control.failure(error)[:1000].encode()
             failed = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             return {_FAILED: failed.to(labels_BS.device)}
 
     def of_labels(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """The same for a classifier: its logits, or what the user's function makes of these."""
+        """As `named`, for a classifier: its logits, or what the user's function makes of them."""
         if self._preprocess is None:
             return {_LOGITS: logits.detach().float()}
         self._seen = [logits.detach()]
@@ -74,7 +74,7 @@ class MadePredictions:
 
 
 def _checked(made: Any, device: torch.device) -> dict[str, Tensor]:
-    """What was made, by names. Raises TypeError and ValueError for what cannot be sent."""
+    """The tensors that were made, by name. Raises TypeError, ValueError if they cannot be sent."""
     parts = [made] if isinstance(made, Tensor) else made
     if not isinstance(parts, (tuple, list)) or not all(isinstance(p, Tensor) for p in parts):
         raise TypeError(f"it gave a {type(made).__name__}, not a tensor or a tuple of tensors")
@@ -93,10 +93,10 @@ def predictions(named: Mapping[str, Tensor], *, preprocesses: bool) -> Tensor | 
     """The predictions among the tensors that came with a loss, on the CPU.
 
     Args:
-        preprocesses: Whether this process has a function for it.
+        preprocesses: Whether this process has the user's function that makes predictions.
 
-    Raises CallbackError where that failed, or where the last stage's process has none, and
-    ProtocolError where there are no predictions.
+    Raises CallbackError if the function failed, or if the last stage's process lacks it, and
+    ProtocolError if there are no predictions.
     """
     if _FAILED in named:
         text = bytes(named[_FAILED].cpu().view(torch.uint8).flatten().tolist())

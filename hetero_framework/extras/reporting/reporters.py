@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def _chosen(config: Config) -> dict[str, Mapping[str, Any]]:
-    """Those that report_to names, and their facts."""
+    """The reporters that report_to names, and their facts."""
     known = registry.entries("reporters")
     own = {name: entry.facts for name, entry in known.items() if "packages" in entry.facts}
     return {name: own[name] for name in config.training.report_to if name in own}
@@ -44,7 +44,7 @@ def check(config: Config) -> None:
 
 
 def reporters(config: Config) -> list[type[TrainerCallback]]:
-    """The callbacks that report_to names. Raises as `check`."""
+    """The callbacks that report_to names. Raises as `check` does."""
     check(config)
     names, wants_all = [*_chosen(config)], "all" in config.training.report_to
     if not names and not wants_all:
@@ -60,7 +60,7 @@ def reporters(config: Config) -> list[type[TrainerCallback]]:
 
 
 def report_samples(reporter: Any, step: int, samples: Sequence[Sample]) -> None:
-    """Give wandb or trackio a table of samples. The callbacks of others take numbers alone."""
+    """Give wandb or trackio a table of samples. Other reporters' callbacks take only numbers."""
     columns, rows = ["step", "prompt", "text"], [[step, s.prompt, s.text] for s in samples]
     if (wandb := getattr(reporter, "_wandb", None)) is not None:
         table = wandb.Table(columns=columns, data=rows)
@@ -78,7 +78,7 @@ def new_run() -> str:
 
 
 def mlflow_run() -> str | None:
-    """The run of MLflow, whose server names it."""
+    """The identifier, made by MLflow's server, of MLflow's active run; None without one."""
     mlflow: Any = sys.modules.get("mlflow")
     active = mlflow.active_run() if mlflow is not None else None
     return None if active is None else str(active.info.run_id)
@@ -86,9 +86,9 @@ def mlflow_run() -> str | None:
 
 @contextmanager
 def remote_run(run: str, training: TrainingConfig, of_mlflow: str | None) -> Iterator[None]:
-    """Within, those of wandb, Comet and SwanLab that report_to names begin or continue a run that
-    `run` names; trackio knows a run by its name. MLflow continues its run `of_mlflow`, if there is
-    one. What the environment says already stays."""
+    """Within the block, wandb, Comet and SwanLab, where report_to names them, begin or continue the
+    remote run `run`; trackio knows a run by its name. MLflow continues its run `of_mlflow`, if
+    there is one. Variables that the environment already has stay."""
     project = ReportSettings.of(training).project
     of_mlflow_run = {} if of_mlflow is None else {"MLFLOW_RUN_ID": of_mlflow}
     known = {

@@ -1,6 +1,6 @@
 """Serves a page on the loopback, to clients that have its token, and sends it news.
 
-The token is in the address's fragment, which browsers send to nobody. The page sends it in a
+The token is in the address's fragment, which browsers send to nobody. The page sends the token in a
 header, which other sites cannot. Requests by a foreign name of the loopback (Host) or from another
 site (Origin) are refused. A connection serves one request. The oldest connection that is no
 viewer's gives way to others, and a viewer that does not read is given up. The run never waits.
@@ -31,7 +31,7 @@ from hetero_framework.log import EVENTS_FILE
 ACTIONS = ("pause", "resume", "checkpoint", "stop")
 LOOPBACK = "127.0.0.1"
 _SILENCE_S = 10.0
-_MOST = 16  # viewers, and as many other connections
+_MOST = 16  # most viewers, and most other connections
 _FILES = {"/": ("html", "html"), "/page.js": ("js", "javascript"), "/page.css": ("css", "css")}
 _RECORDS = ("metrics.jsonl", EVENTS_FILE, "samples.jsonl")
 _TICK_S, _MOST_BYTES, _SPREAD = 0.25, 1 << 18, 1000  # between news; read at the end; lines before
@@ -145,7 +145,7 @@ class _Request(BaseHTTPRequestHandler):
                 teller.join()
 
     def _tell(self, turn: threading.Lock, number: int, run: WatchedRun) -> None:
-        """Send the news of a run. If they end before the page does, send all of them again."""
+        """Send the news of a run. If the news end before the page does, send all of them again."""
         closing, head, anew = self.server.closing, b"%d " % number, b""
         told_at = time.monotonic()
         try:
@@ -224,7 +224,7 @@ def news_of(folder: Path, values: Mapping[str, Any], closing: threading.Event) -
 
 def _written(folder: Path, places: dict[str, tuple[int, int]]) -> Iterator[bytes]:
     """The lines added to the files since the last call. `places` has each file's inode, and how far
-    it was read. All lines again if a file was replaced, as by a run that goes back to a step."""
+    it was read. Yields all lines again if a file was replaced, as if a run goes back to a step."""
     for name in _RECORDS:
         try:
             with open(folder / name, "rb", opener=not_through_links) as file:
@@ -244,8 +244,8 @@ def _written(folder: Path, places: dict[str, tuple[int, int]]) -> Iterator[bytes
 
 
 def _lines(file: BinaryIO, place: int, size: int) -> tuple[list[bytes], int]:
-    """The whole lines from a place on, and where the last line ends. Before the last _MOST_BYTES
-    only some lines are taken, about equally far from each other."""
+    """The whole lines from a place on, and the place where the last line ends. Of what comes before
+    the last _MOST_BYTES, only some lines are taken, about equally far from each other."""
     recent, lines = max(place, size - _MOST_BYTES), list[bytes]()
     distance = (recent - place) // _SPREAD
     file.seek(place)

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunPage(Observer):
-    """Serves the page of a run. An action asked for there is done between two steps."""
+    """Serves the page of a run. An action that a viewer asks for is done between two steps."""
 
     def __init__(self, run: Watched) -> None:
         config = run.placed.prepared.config

@@ -111,7 +111,7 @@ class RunBeside:
 
     def _process(self) -> psutil.Process | None:
         """The process of the run on this machine. A later process with the same number does not
-        count, nor does one elsewhere. Raises OSError where others may have written the number."""
+        count, nor does one elsewhere. Raises OSError if others may have written the number."""
         file = self._folder / ".lock.json"
         with suppress(FileNotFoundError, *_DAMAGED):
             holder = json.loads(read_own(file, strictly=True))
@@ -125,7 +125,7 @@ class RunBeside:
         return None
 
     def _page_of(self, process: psutil.Process | None) -> str | None:
-        """The address of the page that this process serves. Raises OSError like `_process`."""
+        """The address of the page that this process serves. Raises OSError as `_process` does."""
         with suppress(FileNotFoundError, *_DAMAGED):
             if self._given is None and process is not None:
                 kept = json.loads(read_own(self._folder / "page.json", strictly=True))
