@@ -1,6 +1,6 @@
 """The `hetero` command: its parser, and `main`, which turns exceptions into exit codes.
 
-registry.py knows the subcommands.
+registry.py lists the subcommands.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def as_hetero_error(error: BaseException) -> HeteroError | None:
-    """`error` if it is a HeteroError; a ResourceError for memory and files; None for a bug."""
+    """`error` if it is a HeteroError; a ResourceError for memory or a file; None for a bug."""
     if isinstance(error, HeteroError):
         return error
     if is_out_of_memory(error):

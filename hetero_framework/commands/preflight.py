@@ -33,7 +33,7 @@ def preflight(config: Config, *, data: bool = True, writes: bool = False) -> Non
 
 def refusals(config: Config, *, data: bool, writes: bool) -> Iterator[UserError]:
     """Yield every problem that files and names show. `data` adds the checks of the data. `writes`
-    adds those of the output directories, and of extras before a run."""
+    adds the checks of the output directories, and what extras check before a run."""
     checks: list[Callable[[Config], Iterator[UserError]]] = [_heart, _model]
     checks += [_data] * data + [_directories, _of_extras] * writes
     for check in checks:

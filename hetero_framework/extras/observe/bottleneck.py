@@ -233,8 +233,9 @@ def _with_layers(trace: Trace, plan: Diagnosis, counts: Sequence[int]) -> Diagno
     """The plan with `counts[k]` layers on stage k; all layers of a stage count alike.
 
     The first and the last stage also hold embedding and head, whose share was not measured. So a
-    layer there counts at most as the quickest one of a middle stage on a like device. Without such
-    a stage, this holds for layers taken away, with all middle stages; one added counts as the mean.
+    layer added or taken away there counts as the stage's mean, but at most as the quickest layer of
+    middle stages on like devices. If there are none, a layer taken away counts at most as the
+    quickest layer of any middle stage.
     """
 
     def like(stage: StageTimes, other: StageTimes) -> bool:

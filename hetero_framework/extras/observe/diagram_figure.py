@@ -177,8 +177,8 @@ def draw(
     details: DiagramDetails | None = None,
 ) -> Path:
     """Write the picture and return the file that was written. Without Graphviz matplotlib draws it;
-    without both, Mermaid text is written beside `path`. Both are logged. Without `format` the file
-    name decides. Raises UserError for an unknown format or a file that cannot be written."""
+    without both, Mermaid text is written beside `path`. Both cases are logged. Without `format` the
+    file name decides. Raises UserError for an unknown format or a file that cannot be written."""
     target = Path(path)
     chosen = pictures.picture_format(target, format, _FORMATS)
     diagram = Diagram.of(config, details)

@@ -58,8 +58,8 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
 
 
 def _of_source(config: Config, reader: Reader, count: int, taken: Any) -> list[Shown]:
-    """The first examples of one source. `taken` has the numbers, among the examples that teach
-    something, of those that the run reads; None is all. Examples that teach nothing are shown."""
+    """The first examples of one source that the run reads. `taken` has their numbers, counted among
+    examples that teach something (None: all). Examples that teach nothing are shown too."""
     data, tokenizer = reader.data, reader.tokenizer
     if any(source.is_parted for source in find_sources(data.paths, config.base_dir)):
         rows: Any = load_data(config, tokenizer).examples
@@ -102,7 +102,7 @@ def _packed(rows: Any, number: int, tokenizer: PreTrainedTokenizerBase, data: Da
 
 
 def _in_loss(trained: list[bool], data: DataConfig) -> list[bool]:
-    """Bits of `trained`; where examples share a row, the first token of each has no label."""
+    """`trained`, but False for the first token if examples share a row: it has no label there."""
     return [False, *trained[1:]] if data.one_row and trained else trained
 
 

@@ -116,7 +116,7 @@ def _wire_s(plan: Evaluated, device: int) -> float:
 
 
 def nothing_fits(rules: Rules, margins: Mapping[int | str, float]) -> PlanError:
-    """The error that no plan fits, with the room of each process, or that the pins forbid all."""
+    """The error that no plan fits, with each process's room, or that the pins prevent one."""
     fleet, lines, total = rules.fleet, list[str](), 0
     if rules.pins and Search(replace(rules, pins={})).fits():
         return PlanError("--pin: no plan keeps the pinned layers", hint="pin fewer layers")

@@ -90,7 +90,7 @@ class ModelCost:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> ModelCost:
-        """Read `to_dict`. Raises ProtocolError, KeyError, TypeError, ValueError for other data."""
+        """Read `to_dict`'s data. Raises ProtocolError, KeyError, TypeError, ValueError if wrong."""
         read = Fields(PartCost).read
         ends = {name: read(raw[name]) for name in ("embedding", "head")}
         layers = {int(k): read(part) for k, part in raw["layers"]}

@@ -252,7 +252,7 @@ def _compared_lines(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _stage_rows(facts: Mapping[str, Any]) -> list[list[str]]:
-    """Rows of each stage's seconds for a micro-batch and its boundary's to the next stage."""
+    """A row for each stage: its seconds for a micro-batch, and those of the next boundary."""
     rows = []
     for k, (entry, stage) in enumerate(zip(facts["shard_plan"], facts["stages"], strict=True)):
         row = [str(k), process_name(entry["id"]), held_text([(entry["start"], entry["end"])])]

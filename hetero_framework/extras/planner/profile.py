@@ -84,7 +84,7 @@ class DeviceProfile(Section):
     activation_bytes_per_layer: BytesOfLayers = _NONE
     """Bytes that a layer stores of each micro-batch in flight."""
     activation_bytes_recomputed: BytesOfLayers = _NONE
-    """Bytes that it stores where activations are computed again."""
+    """Bytes that a layer stores where activations are computed again."""
     reserved_bytes: Bytes = 0.0
     """Further bytes of the process."""
     machine: str | None = None

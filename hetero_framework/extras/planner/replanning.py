@@ -238,7 +238,7 @@ def _layout(fleet: Fleet, stages: Stages) -> Layout:
 
 
 def _model_work(prepared: setup.Prepared) -> LayerWork:
-    """The work of layers and head in numbers of weights, as their products cost for a token."""
+    """The work of layers and head in numbers of weights; products cost in proportion."""
     model = meta_model(prepared.model_config)
     blocks = model.get_submodule(introspect(prepared.model_config).blocks)
     layers = [sum(p.numel() for p in block.parameters()) for block in blocks.children()]

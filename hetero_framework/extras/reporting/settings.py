@@ -14,7 +14,7 @@ class ReportSettings(TrainingConfig):
     """The training section with the names of a run and where its result is uploaded."""
 
     run_name: Annotated[Name | None, FREE] = None
-    """The run's name for reporters. null: the name of output_dir, with a number. Elsewhere:
+    """The run's name for reporters. null: the name of output_dir and an identifier. Elsewhere:
     wandb_name, mlflow_run_name, trackio_run_name, swanlab_experiment_name, swanlab_run_name."""
     project: Annotated[Name, FREE, ReadIf("report_to!=tensorboard")] = "huggingface"
     """The project that reporters put the run into. Elsewhere: WANDB_PROJECT, swanlab_project."""

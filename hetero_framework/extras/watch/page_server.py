@@ -224,7 +224,7 @@ def news_of(folder: Path, values: Mapping[str, Any], closing: threading.Event) -
 
 def _written(folder: Path, places: dict[str, tuple[int, int]]) -> Iterator[bytes]:
     """The lines added to the files since the last call. `places` has each file's inode, and how far
-    it was read. Yields all lines again if a file was replaced, as if a run goes back to a step."""
+    it was read. Yields all lines again if a file was replaced, as when a run goes back."""
     for name in _RECORDS:
         try:
             with open(folder / name, "rb", opener=not_through_links) as file:

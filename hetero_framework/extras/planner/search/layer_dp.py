@@ -23,7 +23,7 @@ from hetero_framework.extras.planner.layout import Layout, Part, Rules, longest
 
 _ROUNDING = 1e-12
 _BEAM = 2_000  # partial layouts that are kept, for all pairs of devices together
-_LEAST_BEAM = 12  # the same for more than 12 devices
+_LEAST_BEAM = 12  # least of them, for more than 12 devices
 _RELAYED = 8  # workers without a link that are tried behind a worker that has links to others
 
 
@@ -180,7 +180,7 @@ class LayerProgramme:
         return sums[part.end] - sums[part.start]
 
     def _wanted(self, d: int, start: int, last: bool, leave: int) -> tuple[int, int] | None:
-        """(least, most) layer at which the stage of device d may end; None if it may not exist."""
+        """(least, most) layer at which the stage of device d may end; None if there may be none."""
         layers = self._fleet.layers
         limit = next((pin for pin in self._pin_starts if pin >= start), layers)
         pin = self._rules.pins.get(d)

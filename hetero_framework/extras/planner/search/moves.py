@@ -45,8 +45,8 @@ def shifted(fleet: Fleet, layout: Layout) -> Iterator[Layout]:
 
 
 def toggled(rules: Rules, layout: Layout) -> Iterator[Layout]:
-    """The layout with recomputing switched in one stage; or on in all stages before one, as the one
-    that stores fewest forwards limits those behind it; or with another way over one boundary."""
+    """The layout with recomputing switched in one stage, or on in all before one (the stage that
+    stores fewest forwards limits those behind it), or with another way over one boundary."""
     short = [
         rules.checkpointing and not part.recompute and rules.fleet.is_short_of_memory(part)
         for part in layout
@@ -158,8 +158,8 @@ def _built(rules: Rules, stages: Sequence[tuple[Part, int]]) -> Layout:
 
 
 def closed(rules: Rules, layout: Layout) -> Iterator[Layout]:
-    """The layout with a last stage on the coordinator: the head, with none, half or all of its
-    present layers. The last stage stores one forward, so it need not compute again."""
+    """The layout with a last stage on the coordinator: the head and none, half or all of the
+    coordinator's layers. A last stage stores one forward, so it need not compute again."""
     if layout[-1].start == layout[-1].end:
         layout = layout[:-1]  # the last stage had the head alone
     counts = [part.end - part.start for part in layout]
