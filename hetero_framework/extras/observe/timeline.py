@@ -150,7 +150,7 @@ def aligned(events: Sequence[TraceEvent]) -> list[TraceEvent]:
     sending begins, and no task begins before the task whose tensor it takes has ended. Each such
     pair bounds, from one side, how far one process may be moved against another. Chains of pairs
     bound it further. Each process in turn is moved into its bounds against the processes before
-    it, or to the middle of bounds that exclude each other. Clocks drift, hence anew for each step.
+    it, or to the middle of bounds that exclude each other. Clocks drift, so each step differs.
     """
     shift = _shifts(events)
     return [
