@@ -120,7 +120,7 @@ class Cluster:
             workers: The workers of this machine, if they have been started before.
             access: Who may connect; None: by the keys beside the configuration.
             should_stop: Ends the wait for a lost worker.
-            absence_s: Seconds after which an absent or paused worker is given up; None:
+            absence_s: Seconds after which an absent worker is given up; None:
                 as configured.
             id_layers: Layers of the model that read token ids.
             statistics: Names of what training changes besides the weights.

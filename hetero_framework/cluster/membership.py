@@ -133,16 +133,11 @@ class Absence:
     """When a worker went away, and the reason that it gave, if any."""
 
     reason: str | None = None
-    is_paused: bool = False  # by the owner of its machine, who will resume it
     since: float = field(default_factory=lambda: time.monotonic())
 
-    @property
-    def duration(self) -> str:
-        return clock(time.monotonic() - self.since)
-
     def __str__(self) -> str:
-        """For a table: "paused 0:02:10"."""
-        return f"{'paused' if self.is_paused else 'away'} {self.duration}"
+        """For a table: "away 0:02:10"."""
+        return f"away {clock(time.monotonic() - self.since)}"
 
 
 class Membership:
@@ -189,9 +184,9 @@ class Membership:
 
     # Callable from any thread, since absent workers are dialled in threads of their own.
 
-    def leaves(self, worker: WorkerId, reason: str, *, is_paused: bool = False) -> None:
+    def leaves(self, worker: WorkerId, reason: str) -> None:
         """Note that a worker has announced its end."""
-        self._absences[worker] = Absence(reason, is_paused)
+        self._absences[worker] = Absence(reason)
 
     def absence(self, worker: WorkerId) -> Absence:
         """The absence of a worker; it begins now, unless it is known already."""

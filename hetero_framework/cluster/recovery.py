@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -50,6 +51,7 @@ from hetero_framework.engine.out_of_memory import Attempt, StepOutOfMemory
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.errors import PeerLostError
 from hetero_framework.log import event
+from hetero_framework.units import clock
 
 _log = logging.getLogger(__name__)
 _SUSPICIOUS_LOSSES = 2
@@ -162,18 +164,16 @@ class Recovery:
                 trouble = lost
 
     def _part_with_leavers(self) -> None:
-        """Let leaving workers go, whose state is saved, and wait until they are back. The wait for
-        a paused worker has no limit, unless `absence_s` sets one. Raises PeerAwayError,
-        PeerLostError, StopWanted."""
+        """Let leaving workers go, whose state is saved, and wait until they are back. Raises
+        PeerAwayError, PeerLostError, StopWanted."""
         leavers = self.members.those(WorkerState.LEAVING)
         for worker in leavers:
             self._links.let_go(worker, Message(m.Bye("what was here is saved")))
             self.members.on(worker, Event.DIAL)
-            absence, then = self.members.absence(worker), ""
-            if absence.is_paused:
-                then = f", which is back after: hetero resume {worker} (on its machine)"
-            text = "worker %s left (%s); the run waits for it%s. Ctrl-C stops with all that is done"
-            _log.warning(text, worker, absence.reason, then)
+            longest_s = self.config.training.longest_outage_s
+            up_to = f" up to {clock(longest_s)}" if longest_s < math.inf else ""
+            text = "worker %s left (%s); the run waits%s for it. Ctrl-C stops with all that is done"
+            _log.warning(text, worker, self.members.absence(worker).reason, up_to)
         for worker in leavers:
             self._await_return(worker, str(self.members.absence(worker).reason))
 

@@ -16,8 +16,6 @@ from hetero_framework.errors import StoppedEarly
 
 SIGNALS = {"SIGINT": "Ctrl-C", "SIGTERM": "SIGTERM", "SIGHUP": "SIGHUP", "SIGBREAK": "Ctrl-Break"}
 """Signals that end a process in order, with the names that users know."""
-PAUSED = "paused by its owner"
-"""The supervisor's line that ends a worker until it is resumed."""
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """Keeps a machine's workers running: a small parent without torch, and a child for each worker.
 
 A child that crashed is started again (restart_policy.py). A child that ended in order, or for a
-reason that a restart would meet again, is not. The machine's owner may pause a worker (pausing.py):
-its process ends and frees its memory and device until the owner resumes it. When the parent ends,
-the children end: it passes signals on to them, and its own death closes their life lines.
+reason that a restart would meet again, is not. When the parent ends, the children end: it passes
+signals on to them, and its own death closes their life lines.
 """
 
 from __future__ import annotations
@@ -15,17 +14,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, field
 
-import psutil
-
-from hetero_framework import log, units
-from hetero_framework.cluster import oom_killer, pausing
+from hetero_framework import log
+from hetero_framework.cluster import oom_killer
 from hetero_framework.cluster.child import PROGRAM, Spawner, describe_end, end_processes
 from hetero_framework.cluster.restart_policy import MAX_DEATHS, RestartPolicy, is_crash
-from hetero_framework.cluster.stop_signals import PAUSED, signals_passed_to, stopped_by
+from hetero_framework.cluster.stop_signals import signals_passed_to, stopped_by
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
@@ -49,19 +45,12 @@ def run_workers(
     return its exit code, 75 after a signal. Their lines appear on standard error, with names if
     there are several.
 
-    Raises ResourceError when they cannot be started, UserError when another process serves one of
-    them here, and PeerLostError when one has died too often."""
+    Raises ResourceError when they cannot be started, and PeerLostError when one has died too
+    often."""
     lines = log.Lines(log.to_stderr)
     events = log.Events(config.output_dir / "logs" / log.EVENTS_FILE, "supervisor")
-    with log.log_to(config.training.log_level, lines, events), ExitStack() as held:
-        workers = []
-        for worker_id in worker_ids:
-            entry = config.worker(worker_id)
-            info = pausing.PausableWorker(str(worker_id), entry.address, psutil.Process().pid)
-            pause_file = pausing.pause_file_of(info)
-            if pause_file is not None:
-                held.enter_context(pause_file.held(info))
-            workers.append(SupervisedWorker(worker_id, info, pause_file))
+    with log.log_to(config.training.log_level, lines, events):
+        workers = [SupervisedWorker(worker_id) for worker_id in worker_ids]
         try:
             spawner = Spawner(config, [*program, *["--keep"] * keep], debug=debug)
             return _Supervisor(workers, spawner).run()
@@ -77,8 +66,6 @@ class SupervisedWorker:
     """One worker and its process."""
 
     id: WorkerId
-    info: pausing.PausableWorker
-    pause_file: pausing.PauseFile | None
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     process: subprocess.Popen[bytes] | None = None
     printer: threading.Thread | None = None
@@ -88,20 +75,6 @@ class SupervisedWorker:
     kills: int | None = None
     leave_by: float | None = None  # the deadline, once it was told to end
     code: int | None = None  # how it ended for good
-
-    @property
-    def is_pause_wanted(self) -> bool:
-        return self.pause_file is not None and self.pause_file.is_pause_wanted()
-
-    @property
-    def is_paused(self) -> bool:
-        return self.info.state == pausing.PauseState.PAUSED.value
-
-    def tell(self, state: pausing.PauseState, freed_bytes: int = 0) -> None:
-        """Write the state for `hetero pause` and `resume`."""
-        self.info = replace(self.info, state=state.value, freed_bytes=freed_bytes)
-        if self.pause_file is not None:
-            self.pause_file.tell(self.info)
 
     def end(self, reason: str) -> None:
         """Tell the process, on its life line, to leave its run and end for this reason."""
@@ -162,27 +135,16 @@ class _Supervisor:
                 self._ended(worker, process, code)
             elif self._stop_reason is not None:
                 worker.end(self._stop_reason)
-            elif worker.leave_by is None and worker.is_pause_wanted:
-                _log.info("worker %s is to pause; the run saves its state first", worker.id)
-                worker.tell(pausing.PauseState.LEAVING, _memory_of(process))
-                worker.end(PAUSED)
             if worker.leave_by is not None and time.monotonic() > worker.leave_by:
                 process.kill()
         elif self._stop_reason is not None:
             worker.code = StoppedEarly.exit_code
-        elif worker.is_pause_wanted:
-            if not worker.is_paused:
-                self._paused(worker)
         elif time.monotonic() >= worker.start_at:
             self._start(worker)
 
     def _start(self, worker: SupervisedWorker) -> None:
-        if worker.is_paused:
-            worker.policy = RestartPolicy()
-            _log.info("worker %s continues", worker.id, extra=_event("worker resumed", worker))
         worker.kills = oom_killer.out_of_memory_kills()
         worker.last_lines.clear()
-        worker.leave_by = None
         try:
             worker.process = self._spawner.spawn(worker.id, subprocess.PIPE)
         except OSError as error:
@@ -193,10 +155,9 @@ class _Supervisor:
         worker.starts += 1
         name = f"worker {worker.id} | " if len(self._workers) > 1 else ""
         worker.printer = print_lines(worker.process, name, worker.last_lines)
-        worker.tell(pausing.PauseState.RUNNING)
 
     def _ended(self, worker: SupervisedWorker, process: subprocess.Popen[bytes], code: int) -> None:
-        """Note that a process has ended: it is started again, paused, or over."""
+        """Note that a process has ended: it is started again or over."""
         if process.stdin is not None:
             with suppress(OSError):
                 process.stdin.close()
@@ -205,20 +166,10 @@ class _Supervisor:
         worker.process = worker.printer = None
         if self._stop_reason is not None:
             worker.code = StoppedEarly.exit_code if is_crash(code) else code
-        elif worker.leave_by is not None:
-            self._paused(worker)
         elif is_crash(code):
             self._died(worker, f"it ended with {describe_end(process.pid, code, worker.kills)}")
         else:
             worker.code = code
-
-    def _paused(self, worker: SupervisedWorker) -> None:
-        worker.leave_by = None
-        worker.tell(pausing.PauseState.PAUSED, worker.info.freed_bytes)
-        freed = f"; {units.size(worker.info.freed_bytes)} are free" * (worker.info.freed_bytes > 0)
-        text = "worker %s is paused%s; it goes on after: hetero resume %s"
-        paused = _event("worker paused", worker)
-        _log.info(text, worker.id, freed, worker.id, extra=paused)
 
     def _died(self, worker: SupervisedWorker, how: str) -> None:
         """Schedule the worker's restart. Raises PeerLostError when it has died too often."""
@@ -230,19 +181,9 @@ class _Supervisor:
             raise PeerLostError("\n    ".join([*lines, *worker.last_lines]))
         worker.start_at = time.monotonic() + pause_s
         when = f"in {pause_s:.0f} s" if pause_s else "at once"
-        restarted = _event("worker restarted", worker, reason=how, pause_s=pause_s)
+        restarted = event("worker restarted", worker=worker.id, reason=how, pause_s=pause_s)
         text = "worker %s: %s; it is started again %s"
         _log.warning(text, worker.id, how, when, extra=restarted)
-
-
-def _event(what: str, worker: SupervisedWorker, **fields: Any) -> dict[str, Any]:
-    return event(what, worker=worker.id, **fields)
-
-
-def _memory_of(process: subprocess.Popen[bytes]) -> int:
-    with suppress(psutil.Error):
-        return int(psutil.Process(process.pid).memory_info().rss)
-    return 0
 
 
 def print_lines(

@@ -31,7 +31,7 @@ from hetero_framework.cluster.child import serving
 from hetero_framework.cluster.model_allowlist import LEFT_OUT, MEASURE, check_permitted
 from hetero_framework.cluster.outbound_worker import OutboundWorker
 from hetero_framework.cluster.peer_links import PeerLinks, accepted_frame_bytes, most_bytes
-from hetero_framework.cluster.stop_signals import PAUSED, StopSignals
+from hetero_framework.cluster.stop_signals import StopSignals
 from hetero_framework.config import Config, WorkerConfig, host_and_port
 from hetero_framework.core import addresses, failpoints, timeouts
 from hetero_framework.core import messages as m
@@ -112,7 +112,7 @@ class _Run:
 
     def afresh(self, grace_s: float) -> _Run:
         """The same run before it has loaded anything."""
-        grace_s *= self.keeps
+        grace_s = grace_s if self.keeps else 0.0
         return replace(
             self, lost=None, grace_s=grace_s, stages=None, meter=None, owners={}, started=False
         )
@@ -132,7 +132,8 @@ class _Run:
         left = max(0.0, self.lost + self.grace_s - now)
         return (
             f"it keeps the stages of {self.what}, whose link was lost "
-            f"{_duration(now - self.lost)} ago, for {_duration(left)} more"
+            f"{_duration(now - self.lost)} ago, "
+            + ("until it is back" if left == math.inf else f"for {_duration(left)} more")
         )
 
 
@@ -294,7 +295,7 @@ class Worker:
             if self._told is None:
                 self._told = str(ended)
                 with suppress(HeteroError, LinkGone):
-                    self._send(Message(_leaving(self._told)))
+                    self._send(Message(m.Leaving(self._told)))
         finally:
             bring_no_more()
             self._acceptor.close()
@@ -441,7 +442,7 @@ class Worker:
     def _on_told_to_end(self, reason: str) -> None:
         _log.info("%s; the coordinator may save its state first", reason)
         self._told = reason
-        self._send(Message(_leaving(reason)))
+        self._send(Message(m.Leaving(reason)))
 
     def _on_message(self, connection: Connection, message: Message, arrival: Any) -> None:
         body = message.body
@@ -727,7 +728,7 @@ class Worker:
             self._report(refused)
             self._leave(stay=True)
             return
-        run = self._current.afresh(config.training.rejoin_wait_s)
+        run = self._current.afresh(config.training.longest_outage_s)
         pool = self._take_apart()
         self._run = run
         specs = [spec for spec in config.plan.stages if spec.index in setup.stages]
@@ -938,10 +939,6 @@ class Worker:
 
 def _stopped(reason: str) -> StoppedEarly:
     return StoppedEarly(reason, hint="started again, it serves the run as before")
-
-
-def _leaving(reason: str) -> m.Leaving:
-    return m.Leaving(reason, True if reason == PAUSED else None)
 
 
 def end_process(reason: str) -> None:

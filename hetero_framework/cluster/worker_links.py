@@ -24,7 +24,7 @@ from hetero_framework import control, errors
 from hetero_framework.cluster.direct_links import DirectLinks
 from hetero_framework.cluster.inbound_workers import InboundWorkers
 from hetero_framework.cluster.local_workers import LocalWorkers
-from hetero_framework.cluster.membership import Absence, Membership
+from hetero_framework.cluster.membership import Membership
 from hetero_framework.cluster.peer_links import most_bytes
 from hetero_framework.config import Config, StageSpec, WorkerConfig, host_and_port
 from hetero_framework.core import addresses, failpoints, timeouts
@@ -242,13 +242,12 @@ class WorkerLinks:
             connection.close(timeouts.STOP_S)
 
     def reconnect(self, worker_id: WorkerId, wait_s: float | None = None) -> bool:
-        """Dial a lost worker for `wait_s` (default: `rejoin_wait_s`; a paused worker without a
-        limit); return whether it still has its stages. A local worker whose process has ended or
-        does not answer is started again. Raises PeerAwayError when it does not come back in time,
-        PeerLostError when it died too often, and StopWanted."""
+        """Dial a lost worker for `wait_s` (default: `rejoin_wait_s`); return whether it still
+        has its stages. A local worker whose process has ended or does not answer is started again.
+        Raises PeerAwayError when it does not come back in time, PeerLostError when it died too
+        often, and StopWanted."""
         if wait_s is None:
-            is_paused = self.members.absence(worker_id).is_paused
-            wait_s = math.inf if is_paused else self._config.training.rejoin_wait_s
+            wait_s = self._config.training.longest_outage_s
         return self._take_in(self._open_again(worker_id, wait_s)).run_id == self._run_id
 
     def await_in_background(self, worker_id: WorkerId) -> None:
@@ -342,22 +341,13 @@ class WorkerLinks:
     def _open(self, worker: WorkerConfig, timeout_s: float, *, again: bool = False) -> _Reached:
         """Connect and shake hands once. `again`: the worker has been there before."""
         name, where, told = f"worker {worker.id}", worker.address, False
-        tell_at_s = timeouts.QUIET_S
 
         def on_retry(attempt: int, elapsed_s: float, reason: str) -> None:
-            nonlocal told, tell_at_s
+            nonlocal told
             if again and self._should_stop():
                 raise StopWanted
-            absence = self.members.absence(worker.id) if again else Absence()
             if again:
-                self._show_away(worker.id, str(absence))
-            if absence.is_paused:
-                if elapsed_s > tell_at_s:
-                    tell_at_s = max(timeouts.PAUSED_S, 2 * elapsed_s)
-                    how = f"hetero resume {worker.id} (on its machine)"
-                    text = "%s has been paused by its owner for %s; it goes on after: %s"
-                    _log.info(text, name, absence.duration, how)
-                return
+                self._show_away(worker.id, str(self.members.absence(worker.id)))
             if not again and reason == REFUSED:  # another session's worker had the port
                 self._local.start_missing(worker.id)
             ended = self._local.exit_text(worker.id)
@@ -586,7 +576,7 @@ class WorkerLinks:
                 raise StepOutOfMemory.of(self._current, text, body.hint, event.worker)
             return None
         if isinstance(body, m.Leaving):
-            self.members.leaves(event.worker, body.reason, is_paused=bool(body.paused))
+            self.members.leaves(event.worker, body.reason)
             raise WorkerLeaving(event.worker, body.reason)
         if isinstance(body, m.Ready):
             self.ready[event.worker] = body  # read later, since others may leave or load meanwhile

@@ -924,9 +924,10 @@ class TrainingConfig(Section):
     """How long the coordinator tries to reach all workers."""
     load_timeout_s: Annotated[Seconds, FREE] = 3600.0
     """Longest time in which the workers may load their stages, downloads included."""
-    rejoin_wait_s: Annotated[Seconds, FREE] = 600.0
+    rejoin_wait_s: Annotated[Seconds | None, FREE] = 600.0
     """Longest outage of a worker that a run survives: how long the coordinator waits for its link
-    or its process to come back, and how long a worker keeps its stages for the coordinator."""
+    or its process to come back, and how long a worker keeps its stages for the coordinator. null:
+    without a limit, for a worker whose machine is needed for something else for hours."""
     replicate_steps: Annotated[
         Literal["auto"] | Annotated[int, with_unit("steps", ge=0)], FREE, _HAS_ADAPTER
     ] = "auto"
@@ -953,6 +954,11 @@ class TrainingConfig(Section):
     verify_architecture: Annotated[bool, FREE] = True
     """Before training, cut a tiny random model of the same architecture as the plan does, and
     refuse when it differs from the uncut model; and run a tiny model with the adapter."""
+
+    @property
+    def longest_outage_s(self) -> float:
+        """`rejoin_wait_s` as a number: infinity for null."""
+        return math.inf if self.rejoin_wait_s is None else self.rejoin_wait_s
 
     @model_validator(mode="before")
     @classmethod

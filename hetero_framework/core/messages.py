@@ -654,12 +654,10 @@ class PeerLost(Body):
 
 @message(65, WORKER)
 class Leaving(Body):
-    """Worker to coordinator: this process has been told to end, or (`paused`) to make room until
-    its machine's owner resumes it. It still serves requests, so that the run can save its state,
-    until BYE comes or its patience is over. No answer."""
+    """Worker to coordinator: this process has been told to end. It still serves requests, so that
+    the run can save its state, until BYE comes or its patience is over. No answer."""
 
     reason: str
-    paused: bool | None = None
 
 
 @message(66, COORDINATOR)

@@ -39,8 +39,6 @@ ACCEPT_PAUSE_S = 0.2
 """Pause after a connection that could not be accepted."""
 QUIET_S = 3.0
 """Time without an answer of a worker before the user is told."""
-PAUSED_S = 60.0
-"""First interval between reminders that a worker is paused; each is longer than the last."""
 CALL_PAUSE_S = 2.0
 """Pause before a worker that dials, and was not served, calls again."""
 BUSY_PAUSE_S = 1.0

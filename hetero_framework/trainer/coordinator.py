@@ -184,6 +184,7 @@ def train(
                 computed = make(given, prepared)
             if checkpoint is not None:
                 checkpoint = same_run(checkpoint, prepared, must=not goes_on)
+            longest_s = config.training.longest_outage_s
             # The workers of a run and their threads follow from the plan that was given.
             with Cluster(
                 prepared.resolved.given,
@@ -195,7 +196,7 @@ def train(
                 workers=workers,
                 access=access,
                 should_stop=lambda: stop.requested is not None,
-                absence_s=min(config.training.rejoin_wait_s, timeouts.REPLAN_S) if replan else None,
+                absence_s=min(longest_s, timeouts.REPLAN_S) if replan else None,
                 id_layers=introspect(prepared.model_config).id_readers,
                 statistics=introspect(prepared.model_config).statistics,
                 show_away=show.away,

@@ -115,7 +115,7 @@ class Progress:
                 self._print_stages()
 
     def away(self, worker: int | str, state: str | None) -> None:
-        """Show in the table the `state` of a worker that is waited for ("paused 0:02:10"); None:
+        """Show in the table the `state` of a worker that is waited for ("away 0:02:10"); None:
         the worker is back. The code that waits logs the wait."""
         with self._lock:
             rows = [row for row in self._stages if row.owner == process_name(worker)]

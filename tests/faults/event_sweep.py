@@ -4,9 +4,8 @@
 
 For each pair a run is made: worker 2 is brought into STATE, which a failpoint makes last, and then
 EVENT happens to worker 1. Then the supervisor's or user's part follows: ended processes are
-started again, paused ones are resumed. All processes are forked from one that has imported
-everything. Prints a JSON object a line: the pair, what differs from an undisturbed run, and how
-the run ended.
+started again. All processes are forked from one that has imported everything. Prints a JSON
+object a line: the pair, what differs from an undisturbed run, and how the run ended.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ STATES: dict[str, tuple[str, str]] = {
     "checkpointing": (OTHER, "state-part:sleep:1.5"),
     "exporting": (OTHER, "gather:sleep:1.5"),
     "replanning": (OTHER, "load:sleep:1.5"),  # it was done without, and gets layers again
-    "paused": (OTHER, "forward@3:sleep:1.5"),
     # The same one.
     "own-greeting": (VICTIM, "join:sleep:1.5"),
     "own-step": (VICTIM, "backward@3:sleep:1.5"),
@@ -52,7 +50,7 @@ STATES: dict[str, tuple[str, str]] = {
     "own-checkpoint": (VICTIM, "state-part:sleep:1.5"),
     "own-export": (VICTIM, "gather:sleep:1.5"),
 }
-EVENTS = ("SIGTERM", "SIGKILL", "SIGHUP", "pause", "resume", "cut")
+EVENTS = ("SIGTERM", "SIGKILL", "SIGHUP", "cut")
 PAIRS = [f"{state}/{event}" for state in STATES for event in EVENTS]
 FEW = ["loading/SIGTERM"]
 """Of the default suite."""
@@ -146,11 +144,8 @@ class Pair:
             self._begin(OTHER, point)
         if owner:
             self._until(lambda: f"{owner}/{point} fires" in self._log(owner))
-        if self._state == "paused":
-            self._pause(OTHER)
-            self._until(lambda: self._heard("worker 2 left (paused"))
         self._happen()
-        if self._state in ("connecting", "paused"):
+        if self._state == "connecting":
             self._begin(OTHER, "")
         self._until(lambda: self._is_done)
 
@@ -158,27 +153,12 @@ class Pair:
         if self._event == "cut":
             self._children[VICTIM].send("cut")
             return
-        if self._event in ("pause", "resume"):
-            self._pause(VICTIM)
-        else:
-            self._signal(VICTIM, getattr(signal, self._event))
-        if self._event == "pause":  # for a while
-            silent_until = time.monotonic() + 1.0
-            self._until(lambda: time.monotonic() > silent_until)
+        self._signal(VICTIM, getattr(signal, self._event))
         self._begin(VICTIM, "")
 
-    def _pause(self, name: str) -> None:
-        from hetero_framework.cluster.supervisor import PAUSED
-
-        self._children[name].send(PAUSED)
-        self._ended(name)
-
     def _signal(self, name: str, number: signal.Signals) -> None:
-        os.kill(self._children[name].pid, number)
-        self._ended(name)
-
-    def _ended(self, name: str) -> None:
         child = self._children[name]
+        os.kill(child.pid, number)
         self._until(lambda: child.exit_code is not None)
 
     def _begin(self, name: str, point: str) -> None:

@@ -51,7 +51,7 @@ DISK = "48m"
 SAVE_STEPS = 30
 SAMPLE_S = 2.0
 WARM_UP_STEPS = 100
-KINDS = ("kills", "drops", "coordinator_kills", "full_disks", "pauses")
+KINDS = ("kills", "drops", "coordinator_kills", "full_disks")
 
 
 def schedule(steps: int, counts: dict[str, int], seed: int) -> list[tuple[int, str]]:
@@ -59,7 +59,7 @@ def schedule(steps: int, counts: dict[str, int], seed: int) -> list[tuple[int, s
     dice = random.Random(seed)
     others = [f"drop {('in order', 'by reset')[k % 2]}" for k in range(counts["drops"])]
     others += ["kill coordinator"] * counts["coordinator_kills"]
-    others += ["fill disk"] * counts["full_disks"] + ["pause 1"] * counts["pauses"]
+    others += ["fill disk"] * counts["full_disks"]
     dice.shuffle(others)
     kills: list[str] = []
     while len(kills) < counts["kills"]:  # in pairs: no worker gets more than its share of a while

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.integration.test_parity import LORA
@@ -190,32 +189,3 @@ def test_coordinator_is_stopped(
     assert code == 75, site.said()
     assert "Traceback" not in site.said()
     assert finished(site) == whole
-
-
-@pytest.mark.parametrize("doing", ["forward@3", "evaluation"])
-def test_a_paused_worker_frees_its_machine_and_the_run_is_finished_later(
-    doing: str, made: Any, whole: bytes, figure: Any
-) -> None:
-    """In a step, and while the samples after it are written."""
-    site: Site = made(f"pause {doing}")
-    failpoint = f"worker-1/{doing}:sleep:2"
-    supervisor = site.worker("--keep", failpoint=failpoint)
-    site.await_text("worker 1 listens on")
-    coordinator = site.coordinator()
-    site.await_text(f"{failpoint} fires")
-    (child,) = psutil.Process(supervisor.pid).children()
-    began = time.monotonic()
-    assert site.start("pause", "pause", "1").wait(WAIT_S) == 0, site.said()
-    figure(f"hetero pause, {doing}", f"{time.monotonic() - began:.1f} s", "as soon as it can")
-    assert not child.is_running()
-    assert "worker 1 is paused: its process has ended" in site.said()
-    assert "paused by its owner" in site.said()
-    assert supervisor.poll() is None
-    assert site.start("resume", "resume", "1").wait(WAIT_S) == 0, site.said()
-    if coordinator.wait(WAIT_S) != 0:
-        assert coordinator.returncode == 75, site.said()
-        assert site.coordinator().wait(WAIT_S) == 0, site.said()
-    assert site.weights() == whole
-    ours, theirs = site.place, site.place.with_name("undisturbed")
-    samples = [(place / "run" / "samples.jsonl").read_bytes() for place in (ours, theirs)]
-    assert samples[0] == samples[1]

@@ -13,7 +13,7 @@ from tests.faults.soak import KINDS, schedule
 
 ROOT = Path(__file__).parents[2]
 STEPS = 120
-COUNTS = {"kills": 2, "drops": 2, "coordinator_kills": 1, "full_disks": 1, "pauses": 1}
+COUNTS = {"kills": 2, "drops": 2, "coordinator_kills": 1, "full_disks": 1}
 
 
 @pytest.mark.long
@@ -36,7 +36,7 @@ def test_a_soak_of_random_faults_ends_with_the_undisturbed_result(figure) -> Non
 
 
 def test_the_long_soaks_schedule_has_everything_and_spares_each_worker_between() -> None:
-    counts = {"kills": 24, "drops": 6, "coordinator_kills": 2, "full_disks": 1, "pauses": 0}
+    counts = {"kills": 24, "drops": 6, "coordinator_kills": 2, "full_disks": 1}
     for seed in range(50):
         plan = schedule(8640, counts, seed)
         assert len(plan) == 33

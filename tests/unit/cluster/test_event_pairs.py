@@ -30,7 +30,6 @@ from tests.unit.cluster.test_cluster import Direct, FakePipeline, LocalStage
 
 EVENTS = {
     "leaves": WorkerLeaving(1, "it was stopped on its own machine (SIGTERM)"),
-    "is paused": WorkerLeaving(1, "paused by its owner"),
     "link is cut": LinkLost(1, "reset"),
     "dies": LinkLost(1, "reset"),
     "stays away": LinkLost(1, "reset"),
@@ -90,7 +89,7 @@ class World:
         if self._event == "loses the other":
             return
         self.told.discard(1)
-        leaves = self._event in ("leaves", "is paused")
+        leaves = self._event == "leaves"
         self.is_linked[1] = leaves and self.has_stages[1]
         self._ends_next = leaves and not self.has_stages[1]
         if self._event != "link is cut" and not self.is_linked[1]:
@@ -180,7 +179,7 @@ class Run(Coordinator):
         for worker in members.those(WorkerState.LOST):
             self._cluster.recovery.recover(LinkLost(worker, "reset"))
         for worker in members.those(WorkerState.LEAVING):
-            raise WorkerLeaving(worker, "paused by its owner")
+            raise WorkerLeaving(worker, "it was stopped on its own machine (SIGTERM)")
         for worker in members.those(WorkerState.JOINING, WorkerState.LOADING):
             raise StagesLost(worker, "its process is another one")
         for _ in range(RECEIVED + 1):
@@ -231,7 +230,7 @@ def begun(worlds: list[World], states: dict[Any, WorkerState], event: str, after
     cluster.members = cluster.recovery.members = world.members
     for worker, state in states.items():
         if state is WorkerState.LEAVING:
-            cluster.members.leaves(worker, "paused by its owner", is_paused=True)
+            cluster.members.leaves(worker, "it was stopped on its own machine (SIGTERM)")
     return Run(cluster, world, made)
 
 

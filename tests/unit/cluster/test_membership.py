@@ -108,13 +108,6 @@ def test_stages_take_part_only_when_loaded_or_kept() -> None:
     assert begins == {loaded, (WorkerState.LOST, Event.BACK)}
 
 
-def test_a_pause_is_a_field_and_no_word_of_the_reason() -> None:
-    members = ready()
-    for paused in (False, True):
-        members.leaves(1, "paused the disk's scrub, and ended", is_paused=paused)
-        assert members.absence(1).is_paused is paused
-
-
 def test_every_event_in_every_state_is_in_the_table() -> None:
     assert TABLE.keys() == {(state, event) for state in WorkerState for event in Event}
 

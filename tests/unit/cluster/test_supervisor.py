@@ -17,13 +17,11 @@ import psutil
 import pytest
 
 from hetero_framework.cluster import supervisor
-from hetero_framework.cluster.pausing import supervised
 from hetero_framework.cluster.restart_policy import RestartPolicy
 from hetero_framework.cluster.supervisor import run_workers
-from hetero_framework.commands.pause import pause, resume
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
-from hetero_framework.errors import PeerLostError, UserError
+from hetero_framework.errors import PeerLostError
 from tests.samples import free_ports
 from tests.waiting import WAIT_S, is_running, wait_until
 
@@ -126,7 +124,7 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def serve(config: Config, program: Any, tmp_path: Path) -> Iterator[Callable[..., Served]]:
+def serve(config: Config, program: Any) -> Iterator[Callable[..., Served]]:
     made: list[Served] = []
 
     def start(behaviour: str, ids: tuple[int, ...] = (1,)) -> Served:
@@ -134,8 +132,6 @@ def serve(config: Config, program: Any, tmp_path: Path) -> Iterator[Callable[...
         return made[-1]
 
     yield start
-    for wish in (tmp_path / "cache").glob("workers/*.pause"):
-        wish.unlink()  # of a test that failed; a paused worker would wait for ever
     for served in made:
         served.finish()
 
@@ -150,12 +146,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
             return None if pause_s is None else pause_s / 100
 
     monkeypatch.setattr(supervisor, "RestartPolicy", Quick)
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def events(config: Config) -> list[dict[str, Any]]:
@@ -316,84 +306,3 @@ def test_workers_end_with_a_supervisor_that_is_killed(parent: Any, tmp_path: Pat
     process = parent("wait")
     process.kill()
     wait_until(lambda: not any(map(is_running, workers_of(tmp_path))))
-
-
-# ---- pausing
-
-
-def test_a_paused_worker_is_gone_until_it_is_resumed(
-    serve: Any, cache: Path, capfd: pytest.CaptureFixture[str], config: Config
-) -> None:
-    served = serve("wait")
-    first = served.started(1)
-    said = pause("1")
-    assert "worker 1 is paused: its process has ended, its memory (" in said
-    assert not is_running(first)
-    assert "paused already" in pause("1", f"127.0.0.1:{config.worker(1).port}")
-    assert served.starts() == [first]
-    assert "started again" in resume("1")
-    assert served.started(2) != first
-    assert resume("1") == "worker 1 is not paused"
-    served.finish()
-    assert served.code == 0
-    shown = capfd.readouterr().err
-    assert "told: paused by its owner" in shown
-    assert "it goes on after: hetero resume 1" in shown
-    assert [entry["what"] for entry in events(config)] == ["worker paused", "worker resumed"]
-    with pytest.raises(UserError, match="no worker 1 is served on this machine"):
-        resume("1")
-    if os.name != "nt":
-        assert all(file.stat().st_mode & 0o077 == 0 for file in (cache / "workers").iterdir())
-
-
-def test_a_worker_that_does_not_pause_is_ended(
-    serve: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timeouts, "RELEASE_S", 0.2)
-    monkeypatch.setattr(timeouts, "STOP_S", 0.2)
-    served = serve("deaf")
-    first = served.started(1)
-    assert "is paused" in pause("1")
-    assert not is_running(first)
-    resume("1")
-    served.started(2)
-
-
-def test_a_pause_outlives_the_supervisor(
-    serve: Any, parent: Any, cache: Path, tmp_path: Path
-) -> None:
-    process = parent("wait")
-    pause("2")
-    gone = workers_of(tmp_path)[1]
-    process.kill()
-    process.wait()
-    with pytest.raises(UserError, match="no worker 2 is served"):
-        pause("2")
-    served = serve("wait", (2,))
-    wait_until(lambda: supervised("2"))
-    assert "worker 2 is paused" in pause("2")
-    assert served.starts(2) == [gone]
-    resume("2")
-    served.started(2, 2)  # the first was the killed supervisor's
-
-
-def test_a_worker_is_served_once(serve: Any, cache: Path, config: Config, program: Any) -> None:
-    served = serve("wait")
-    served.started(1)
-    with pytest.raises(UserError, match=rf"served on this machine already \(process {os.getpid()}"):
-        run_workers(config, (1,), program=program("wait"))
-
-
-@pytest.mark.usefixtures("cache")
-def test_a_pause_without_a_supervisor_says_so() -> None:
-    with pytest.raises(UserError, match=r"no worker 1 at 10\.0\.0\.1:9 is") as raised:
-        pause("1", "10.0.0.1:9")
-    assert raised.value.exit_code == 2
-
-
-def test_without_a_cache_directory_a_worker_runs_all_the_same(
-    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "file" / "below"))
-    serve("wait").started(1)

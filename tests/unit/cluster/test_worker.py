@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 import queue
 import re
@@ -382,6 +383,16 @@ def test_run_whose_link_is_lost_keeps_its_worker_and_finds_its_stages(serve: Any
     assert "60 s more" in busy.message
     assert served.dial("first").expect(Welcome).run_id == "first"
     assert served.weights[0]() is not None
+
+
+def test_stages_are_kept_without_a_limit_only_where_they_are_worth_it() -> None:
+    run = worker_module._Run("first", "the training of run names").afresh(math.inf)
+    run.lost = time.monotonic() - 1e6
+    assert run.is_kept
+    assert str(run).endswith("ago, until it is back")
+    measuring = worker_module._Run("second", keeps=False).afresh(math.inf)
+    measuring.lost = time.monotonic() - 1.0
+    assert not measuring.is_kept
 
 
 @pytest.mark.parametrize(("run_id", "reconnect_s"), [("first", 60.0), ("second", 0.001)])

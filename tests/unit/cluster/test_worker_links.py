@@ -21,12 +21,11 @@ from hetero_framework.core.messages import (
     Bye,
     Connected,
     Error,
-    Leaving,
     Message,
     PeerResult,
     StepFailed,
 )
-from hetero_framework.engine.hosts import HostEvent, StopWanted, WorkerLeaving
+from hetero_framework.engine.hosts import HostEvent
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.errors import NetworkError, PeerLostError, ProtocolError, ResourceError
 from tests.framed import framed
@@ -156,11 +155,12 @@ def test_dial_that_hangs_ends_the_wait_for_all(monkeypatch: pytest.MonkeyPatch) 
         go.set()
 
 
+@pytest.mark.parametrize(("given_s", "longest_s"), [(30.0, 30.0), (None, math.inf)])
 def test_worker_is_dialled_for_as_long_as_an_outage_may_last(
-    monkeypatch: pytest.MonkeyPatch,
+    given_s: float | None, longest_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An outage may begin or end within a handshake; that ends no run before its time."""
-    made = links(reconnect_timeout_s=30.0)
+    made = links(rejoin_wait_s=given_s)
     left: list[float] = []
 
     def open_(worker: Any, timeout_s: float, *, again: bool) -> Any:
@@ -173,7 +173,7 @@ def test_worker_is_dialled_for_as_long_as_an_outage_may_last(
     monkeypatch.setattr(made, "_open", open_)
     assert made.reconnect(1)
     assert len(left) == 4
-    assert all(29.0 < seconds <= 30.0 for seconds in left)
+    assert all(longest_s - 1.0 <= seconds <= longest_s for seconds in left)
 
 
 def test_worker_that_stays_away_is_given_up_when_its_time_is_over(
@@ -238,42 +238,6 @@ def test_f8_worker_that_dies_in_its_first_greeting_is_dialled_again(
     with pytest.raises(NetworkError, match="closed the connection"):
         made.connect_all()
     assert dialled > 1
-
-
-def test_a_paused_worker_is_waited_for_and_the_time_is_shown(
-    monkeypatch: pytest.MonkeyPatch, logged: list[str]
-) -> None:
-    """Also where it was not let go in order: it had no stages yet, or another one left as well."""
-    made, shown, now = links(), [], 1000.0
-    made._show_away = lambda worker, away: shown.append((worker, away))
-    monkeypatch.setattr(worker_links.time, "monotonic", lambda: now)
-    wire = SimpleNamespace(peer=1)
-    made._wires[1] = wire  # type: ignore[assignment]
-    made._inbox.put(HostEvent(1, wire, Message(Leaving("back on Monday", True))))
-    with pytest.raises(WorkerLeaving):
-        made.receive(0)
-
-    def connect(host: str, port: int, timeout_s: float, on_retry: Any, **options: Any) -> Any:
-        nonlocal now
-        assert timeout_s == math.inf
-        for elapsed_s in (1.0, 5.0, 30.0, 70.0, 100.0, 150.0):
-            now = 1000.0 + elapsed_s
-            on_retry(1, elapsed_s, worker_links.REFUSED)
-        raise StopWanted
-
-    monkeypatch.setattr(worker_links, "connect", connect)
-    with pytest.raises(StopWanted):
-        made.reconnect(1)
-    back = "it goes on after: hetero resume 1 (on its machine)"
-    said = [
-        f"worker 1 has been paused by its owner for {t}; {back}" for t in ("0:00:05", "0:01:10")
-    ]
-    assert logged[:2] == said
-    assert len(logged) == 3
-    assert shown[0] == (1, "paused 0:00:01")
-    made._take_in(reached(None))  # its new process
-    assert shown[-1] == (1, None)
-    assert not made.members.absence(1).is_paused
 
 
 def test_worker_of_this_machine_that_is_killed_while_it_starts_is_started_again(

@@ -74,7 +74,7 @@ def screen(text: str) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def test_a_paused_worker_stands_in_the_table_for_as_long_as_it_is(terminal: io.StringIO) -> None:
+def test_an_absent_worker_stands_in_the_table_for_as_long_as_it_is(terminal: io.StringIO) -> None:
     progress = Progress(terminal, live=True)
     progress.start(6, ROWS)
     progress.step(metrics_of(1))
@@ -86,16 +86,16 @@ def test_a_paused_worker_stands_in_the_table_for_as_long_as_it_is(terminal: io.S
         return next(line for line in table() if f"worker {worker}" in line)
 
     assert "state" not in table()[0]
-    progress.away(1, "paused 0:02:10")
+    progress.away(1, "away 0:02:10")
     assert "state" in table()[0]
-    assert row_of(1).endswith("paused 0:02:10")
-    assert "paused" not in row_of(2)
-    progress.away(1, "paused 0:02:15")
-    assert row_of(1).endswith("paused 0:02:15")
+    assert row_of(1).endswith("away 0:02:10")
+    assert "away" not in row_of(2)
+    progress.away(1, "away 0:02:15")
+    assert row_of(1).endswith("away 0:02:15")
     progress.away(1, None)
     assert "state" not in table()[0]
     assert "busy" in table()[0]
-    progress.away("box", "paused 0:00:01")  # of no stage of this plan
+    progress.away("box", "away 0:00:01")  # of no stage of this plan
     progress.close()
 
 
