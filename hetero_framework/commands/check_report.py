@@ -18,7 +18,6 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from hetero_framework import control, registry
 from hetero_framework.commands.options import role_here
 from hetero_framework.config import Config, process_name
-from hetero_framework.config.asked_extras import asked
 from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.data.sources import find_sources
@@ -138,8 +137,6 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
 
         memory = placed(estimate(config, in_flight=held))
         notes += _copy_lines(memory)
-        for remarks in asked("notes", config):
-            notes += remarks(config, sum(m.trained for m in memory))
         if (least := recomputing(config)) != config:
             lessened = placed(estimate(least, in_flight=held))
             notes.append(

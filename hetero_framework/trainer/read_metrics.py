@@ -1,18 +1,15 @@
-"""metrics.jsonl, read without torch: its steps and curves."""
+"""metrics.jsonl, read without torch: its curves."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
 
 from hetero_framework.errors import UserError, in_words
 
 _FILE = "metrics.jsonl"
-_T = TypeVar("_T")
 MEASURES = {
     "accuracy": re.compile("(rewards/)?accurac(y|ies)|mean_token_accuracy"),
     "reward": re.compile("rewards/(margins|chosen|rejected)|margin|(min|mean|max)_reward"),
@@ -24,18 +21,6 @@ Points = tuple[list[int], list[float]]  # steps and values, NaN where one was no
 def loss_of(name: str = "") -> str:
     """The name of the loss of an evaluation set; "" is a set without a name."""
     return f"eval_{name}_loss" if name else "eval_loss"
-
-
-def read_steps(folder: Path, find: Callable[[list[Mapping[str, Any]]], _T]) -> _T | None:
-    """The result of `find` on the lines of a run's metrics.jsonl; None without such a file. Raises
-    UserError if the file is damaged."""
-    file = folder / _FILE
-    if not file.exists():
-        return None
-    try:
-        return find([json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()])
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise UserError(f"cannot read {file}: {in_words(error)}") from None
 
 
 def read_curves(place: Path) -> dict[str, Points]:

@@ -30,7 +30,6 @@ from hetero_framework.engine.state_snapshot import digest
 from hetero_framework.errors import NumericError, ProtocolError
 from hetero_framework.extras.islands import fragments
 from hetero_framework.extras.islands.compression import Compression, Packed, packed_bytes, unpack
-from hetero_framework.extras.islands.forecast import short_run
 from hetero_framework.extras.islands.fragments import Synchronisation
 from hetero_framework.extras.islands.group import STATE
 from hetero_framework.extras.islands.ledger import Ledger, Steps, count_steps, first_steps
@@ -114,7 +113,6 @@ class OuterRounds(SummedSteps):
         self._plan: tuple[Synchronisation, ...] = ()
         self._syncs = self._syncs_before = 0  # in all, and when the session began
         self._items, self._sums_gradients = 0, False
-        self._hinted = False
         self._sending: _Sending | None = None
         self._label_tokens = [0] * self._island.fragments
         self._busy_s, self._counted = 0.0, 0
@@ -456,10 +454,6 @@ class OuterRounds(SummedSteps):
             self._begin_with(state)
         state = super()._joined(state)
         self._syncs_before = self._syncs
-        total, members = self._prepared.data.total_steps, len(self._present.members)
-        if not (state.step or self._hinted) and (hint := short_run(self._island, total, members)):
-            self._hinted = True
-            _log.warning("%s", hint)
         return state
 
     def _begin_with(self, state: TrainState) -> None:
