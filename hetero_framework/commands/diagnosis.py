@@ -122,9 +122,9 @@ class MachineView:
 
     @cached_property
     def memory(self) -> list[StageMemory]:
-        """The least memory that each stage needs; empty where the model cannot be read."""
+        """The least memory that each stage needs; empty without a plan or a readable model."""
         model = self.model
-        if not isinstance(model, PretrainedConfig):
+        if not isinstance(model, PretrainedConfig) or not self.config.is_planned:
             return []
         found = attempt(lambda: estimate_memory(recomputing(self.config), model))
         return [] if isinstance(found, UserError) else found
@@ -366,7 +366,11 @@ def configuration(view: MachineView) -> Problems:
 def model(view: MachineView) -> Problems:
     """A model that cannot be loaded, or whose layers the plan does not cover."""
     loaded = view.model
-    if isinstance(loaded, PretrainedConfig):
+    if not view.config.is_planned:
+        view.notes.append(
+            'shard_plan is "auto" and no plan has been made yet: memory is not checked'
+        )
+    elif isinstance(loaded, PretrainedConfig):
         known = loaded
         covers = attempt(lambda: view.config.plan.covers(introspect(known).num_layers))
         yield from _told(covers, "correct shard_plan")

@@ -82,6 +82,12 @@ def test_a_working_configuration_has_no_findings(tmp_path: Path) -> None:
     assert [found(check, made) for check in diagnosis.CHECKS] == [[]] * len(diagnosis.CHECKS)
 
 
+def test_a_configuration_without_a_plan_yet_has_no_findings_either(tmp_path: Path) -> None:
+    made = asked(view(tmp_path, shard_plan="auto"))
+    assert [found(check, made) for check in diagnosis.CHECKS] == [[]] * len(diagnosis.CHECKS)
+    assert [note for note in made.notes if "memory is not checked" in note]
+
+
 # -- machines and names ---------------------------------------------------------------------------
 
 
