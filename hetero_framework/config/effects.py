@@ -6,18 +6,16 @@ data are and how they become tokens are not compared, but the tokens (trainer/co
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from hetero_framework.config.composition import whole_schema
 from hetero_framework.config.schema import Config
-from hetero_framework.config.section import Effect, Mark, Scope, Section
+from hetero_framework.config.section import Effect, Mark, Scope, Section, classes_in
 
 
 def settings(root: type[Section]) -> Iterator[tuple[str, type[Section], FieldInfo]]:
@@ -25,16 +23,9 @@ def settings(root: type[Section]) -> Iterator[tuple[str, type[Section], FieldInf
     with section and field."""
     for name, field in root.model_fields.items():
         yield name, root, field
-        for section in _sections(field.annotation):
+        for section in classes_in(field.annotation):
             for key, inner in section.model_fields.items():
-                yield f"{name}.{inner.alias or key}", section, inner
-
-
-def _sections(annotation: Any) -> Iterator[type[Section]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield typing.cast(type[Section], annotation)
-    for argument in typing.get_args(annotation):
-        yield from _sections(argument)
+                yield f"{name}.{inner.alias or key}", cast(type[Section], section), inner
 
 
 def _effect(section: type[Section], field: FieldInfo) -> Effect:

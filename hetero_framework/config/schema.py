@@ -135,10 +135,6 @@ def _for(setting: str) -> ReadIf:
     return ReadIf(partial(objectives_reading, setting))
 
 
-def _by_name(before: dict[str, Any]) -> str:
-    return before.get("hostname") or ""
-
-
 class Machine(Section):
     """Fields that a coordinator and a worker share."""
 
@@ -188,7 +184,9 @@ class WorkerConfig(Machine):
     id: WorkerId
     """Name of the worker in shard_plan: a number or a text, not "local". Elsewhere: name,
     worker_id, owner, worker."""
-    ip: Host = Field(default_factory=_by_name, validate_default=True)
+    ip: Host = Field(
+        default_factory=lambda before: before.get("hostname") or "", validate_default=True
+    )
     """As coordinator.ip. Not given: `hostname`. Elsewhere: host, address, addr, ip_address."""
     port: Port | None = None
     """Port on which the worker listens for the coordinator. null: it listens nowhere and dials the
@@ -341,12 +339,6 @@ _INITS_REFUSED = {
 }
 
 
-def init_refused(init: object) -> str | None:
-    """Why adapter.init_lora_weights cannot be this; None where nothing is known of it."""
-    known = init if isinstance(init, str) else ""
-    return next((why for name, why in _INITS_REFUSED.items() if known.startswith(name)), None)
-
-
 class AdapterConfig(Section):
     """LoRA, with the names and defaults of peft.LoraConfig."""
 
@@ -415,8 +407,9 @@ class AdapterConfig(Section):
     @field_validator("init_lora_weights", mode="before")
     @classmethod
     def _can_begin_so(cls, value: object) -> object:
-        if (reason := init_refused(value)) is not None:
-            raise ValueError(f"{shown(value)} is not supported: {reason}")
+        for name, why in _INITS_REFUSED.items():
+            if isinstance(value, str) and value.startswith(name):
+                raise ValueError(f"{shown(value)} is not supported: {why}")
         return value
 
 

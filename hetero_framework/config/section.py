@@ -158,15 +158,16 @@ def section_at(root: type[BaseModel], keys: Sequence[str | int]) -> type[BaseMod
     for key in keys[:-1]:
         field = next((f for n, f in found.model_fields.items() if key in (n, f.alias)), None)
         if field is not None:
-            found = next(_classes(field.annotation), found)
+            found = next(classes_in(field.annotation), found)
     return found
 
 
-def _classes(annotation: Any) -> Iterator[type[BaseModel]]:
+def classes_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that an annotation names, at any depth."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in typing.get_args(annotation):
-        yield from _classes(part)
+        yield from classes_in(part)
 
 
 class Section(BaseModel):

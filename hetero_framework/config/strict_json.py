@@ -107,7 +107,7 @@ class _Object(dict[str, Any]):
         self.repeated = [key for key, count in counts.items() if count > 1]
 
 
-def repeated_keys(text: str, index: int = 0) -> list[str]:
+def repeated_keys(text: str, index: int) -> list[str]:
     """The paths of the keys that an object of the JSON value at `index` gives more than once."""
     value, _ = json.JSONDecoder(object_pairs_hook=_Object).raw_decode(text, index)
     return list(_repeated(value, ""))
