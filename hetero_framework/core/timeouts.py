@@ -71,8 +71,6 @@ PROBE_S = 2.0
 """A link is measured for at most about this long: then no further question is sent."""
 PROBE_ANSWER_S = 120.0
 """Deadline for an answer to a worker that measures its link to another one."""
-LOCK_S = 2.0
-"""How long a worker waits for its pause lock, which `hetero pause` holds for a moment to look."""
 KEYS_S = 20.0
 """How long a process that changes keys waits for another one that does."""
 FILE_BUSY_S = 5.0

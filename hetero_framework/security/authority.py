@@ -67,7 +67,8 @@ class Authority:
 
     @property
     def cluster(self) -> str:
-        return common_name(self.certificate)
+        [name] = self.certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        return str(name.value)
 
     def sign(self, identity: Identity, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
         """A certificate of `identity` for the owner of `key`."""
@@ -114,11 +115,6 @@ def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-
-
-def common_name(certificate: x509.Certificate) -> str:
-    [name] = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return str(name.value)
 
 
 def signing_request(key: ec.EllipticCurvePrivateKey) -> bytes:
