@@ -52,7 +52,6 @@ from hetero_framework.engine.boundary_io import ArrivalMeter, meter_of, unpack
 from hetero_framework.engine.expectation import check_sender
 from hetero_framework.engine.loading import BuildStages, take_apart
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
-from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.stage_api import (
     GradientPart,
     Outcome,
@@ -208,9 +207,8 @@ def serve(
     """
     worker = Worker(config, worker_id, keep=keep, build=build, run_id=run_id, access=access)
     to_coordinator = log.Lines(worker.show_to_coordinator)
-    to_coordinator.addFilter(
-        lambda record: not hasattr(record, "peer")
-    )  # no line that quotes a peer
+    # No line that quotes a peer.
+    to_coordinator.addFilter(lambda record: not hasattr(record, "peer"))
     handlers: list[logging.Handler] = [log.Lines(log.to_stderr), to_coordinator]
     if logs is not None:
         events = log.Events(logs / log.EVENTS_FILE, f"worker {worker_id}")
@@ -400,7 +398,11 @@ class Worker:
         with suppress(LinkGone):
             ran = host.run_next()
             self._give_gradients(host)
-            self._report_when_done(host)  # also if nothing ran: it may wait for other replicas
+            info, report = host.info, host.report()  # also if nothing ran: it may wait for replicas
+            if info is not None and report is not None:
+                trips, nbytes = self.peers.round_trips(), self.peers.bytes_sent()
+                report = replace(report, round_trips=trips, direct_bytes=nbytes)
+                self._send(wire_forms.gradient_norms_message(info, report))
             return ran
         return True
 
@@ -448,11 +450,21 @@ class Worker:
         body = message.body
         message.seen()
         if isinstance(body, m.PeerHello):
-            self._on_peer_hello(connection, body)
+            try:
+                self.peers.accept(connection, body)
+                self._acceptor.gone(connection.stream)
+            except HeteroError as error:
+                self._refuse(connection, "peer", error.message, error.hint)
         elif connection is self._connection:
             self._obey(message, arrival)
         elif self.peers.knows(connection):
-            self._from_peer(connection, message, arrival)
+            if isinstance(body, m.Control):
+                self.peers.answer(connection, message)
+            elif isinstance(body, m.Bye):
+                self.peers.lost(connection)
+                connection.close(drain_s=0)
+            elif isinstance(body, m.BoundaryTensor) and self._run is not None:
+                self._on_data(f"worker {connection.peer}", message, arrival)
         else:
             # From a link that was replaced, or a stranger that does not begin with HELLO.
             message.release()
@@ -518,16 +530,6 @@ class Worker:
                 if not self._keep:
                     left = _duration(timeouts.COORDINATOR_S)
                     _log.info("waiting %s for the run to be started again", left)
-
-    def _from_peer(self, connection: Connection, message: Message, arrival: Any) -> None:
-        body = message.body
-        if isinstance(body, m.Control):
-            self.peers.answer(connection, message)
-        elif isinstance(body, m.Bye):
-            self.peers.lost(connection)
-            connection.close(drain_s=0)
-        elif isinstance(body, m.BoundaryTensor) and self._run is not None:
-            self._on_data(f"worker {connection.peer}", message, arrival)
 
     def _on_data(self, sender: str, message: Message, arrival: Any) -> None:
         try:
@@ -783,13 +785,6 @@ class Worker:
             del run
             self._device.empty_cache()
 
-    def _on_peer_hello(self, connection: Connection, hello: m.PeerHello) -> None:
-        try:
-            self.peers.accept(connection, hello)
-            self._acceptor.gone(connection.stream)
-        except HeteroError as error:
-            self._refuse(connection, "peer", error.message, error.hint)
-
     def _on_start(self, start: m.Start) -> None:
         for stage in self._host.stages:
             stage.input_requires_grad = stage.index in start.input_requires_grad
@@ -809,10 +804,7 @@ class Worker:
             info.attempt, schedule.sends, schedule.receives, schedule.order_timeout_s
         )
         self._host.begin(info, schedule, self)
-        self._tell_missing_links(schedule)
-
-    def _tell_missing_links(self, schedule: StepSchedule) -> None:
-        """Report direct links that the coordinator still counts on, in case PEER_LOST was lost."""
+        # Links that are gone are reported again, in case PEER_LOST was lost.
         ours, owners = self._host.indexes, self._current.owners
         for boundary in sorted(schedule.direct):
             ends = (boundary, boundary + 1)
@@ -838,14 +830,6 @@ class Worker:
         """Send gradients of a stage that still computes."""
         with suppress(LinkGone):  # its reader reports the same
             self._give(gradients)
-
-    def _report_when_done(self, host: StageHost) -> None:
-        """Send the norms to the coordinator once all micro-batches are done."""
-        info, report = host.info, host.report()
-        if info is not None and report is not None:
-            trips, nbytes = self.peers.round_trips(), self.peers.bytes_sent()
-            report = replace(report, round_trips=trips, direct_bytes=nbytes)
-            self._send(wire_forms.gradient_norms_message(info, report))
 
     def _on_commit(self, message: Message, order: m.Commit) -> None:
         self._host.commit(order, wire_forms.tied_weights(message))
