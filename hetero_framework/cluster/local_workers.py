@@ -199,7 +199,9 @@ class LocalWorkers:
         child = self._children.get(worker_id)
         if child is None or child.process.poll() is None:
             return None
-        return WorkerExit(worker_id, child.process.returncode, child.tail(), child.how())
+        code, tail = child.process.returncode, child.tail()
+        how = describe_end(child.process.pid, code, child.kills_before)
+        return WorkerExit(worker_id, code, tail, how)
 
     def exit_text(self, worker_id: WorkerId, within_s: float = 0.0) -> str | None:
         """How a local worker ended; None while it lives, and for other workers. Its links break
@@ -223,10 +225,6 @@ class _Child:
     log: Path
     begin: int  # bytes of the log that earlier processes wrote
     kills_before: int | None  # `out_of_memory_kills` before the start
-
-    def how(self) -> str:
-        """How the process ended, and why, if the system tells."""
-        return describe_end(self.process.pid, self.process.returncode, self.kills_before)
 
     def tail(self) -> tuple[str, ...]:
         """The last lines that this process wrote."""
