@@ -40,9 +40,9 @@ _RATES = 64
 class BandwidthScheduler:
     """Both directions of this machine's network interface, for all links of a process."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.out = Direction(reserves=False, clock=clock)
-        self.into = Direction(reserves=True, clock=clock)
+    def __init__(self) -> None:
+        self.out = Direction(reserves=False)
+        self.into = Direction(reserves=True)
 
     def plan(
         self, attempt: int, sends: Iterable[Lane], receives: Iterable[Lane], order_timeout_s: float
@@ -247,14 +247,12 @@ class LinkSlot:
                 self._since = direction._clock(), direction._moved
                 return
             self._mine += nbytes
-            if not self._fills or self._left > self._ahead_bytes():
+            ahead = min(_AHEAD_BYTES, max(self._frame_rates, default=math.inf) * _AHEAD_S)
+            if not self._fills or self._left > ahead:
                 return
             self._fills = False
             following = direction._take_following()
         _let_go(following)
-
-    def _ahead_bytes(self) -> float:
-        return min(_AHEAD_BYTES, max(self._frame_rates, default=math.inf) * _AHEAD_S)
 
     def end(self) -> None:
         """Record that the frame has passed, or does not come."""

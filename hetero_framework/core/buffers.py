@@ -32,10 +32,6 @@ def pinned_size_class(nbytes: int) -> int:
     return 1 << (max(nbytes, _SMALLEST) - 1).bit_length()
 
 
-def allocate_bytes(nbytes: int) -> memoryview:
-    return memoryview(bytearray(nbytes))
-
-
 class BufferPool:
     """Free buffers by size class, at most `max_bytes` of them together (None: all). Thread-safe.
 
@@ -45,7 +41,7 @@ class BufferPool:
 
     def __init__(
         self,
-        allocate: Callable[[int], memoryview] = allocate_bytes,
+        allocate: Callable[[int], memoryview] = lambda nbytes: memoryview(bytearray(nbytes)),
         max_bytes: int | None = DEFAULT_POOL_BYTES,
         rounding: Callable[[int], int] = size_class,
     ) -> None:

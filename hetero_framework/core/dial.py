@@ -169,7 +169,12 @@ class Listener:
         except OSError as error:
             raise _explain_listen(error, host, port) from error
         try:
-            _claim_address(self._socket)
+            # Allows a restart while old connections linger, but never two listeners on one port, as
+            # SO_REUSEADDR would on Windows.
+            if sys.platform == "win32":
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+            else:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind(address)
             self._socket.listen(_BACKLOG)
         except OSError as error:
@@ -197,15 +202,6 @@ class Listener:
         self._closed = True
         with self._in_use:
             self._socket.close()
-
-
-def _claim_address(sock: socket.socket) -> None:
-    """Allow a restart while old connections linger, but never two listeners on one port, as
-    SO_REUSEADDR would on Windows."""
-    if sys.platform == "win32":
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
-    else:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def _explain_listen(error: OSError, host: str, port: int) -> NetworkError:

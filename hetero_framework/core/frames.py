@@ -74,7 +74,7 @@ DTYPES = (
     DType("uint8", 9, 1),
     DType("bool", 10, 1),
 )
-_BY_NAME = {dtype.name: dtype for dtype in DTYPES}
+BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 _BY_CODE = {dtype.code: dtype for dtype in DTYPES}
 
 _ABOVE_127 = bytes(range(128, 256))
@@ -187,16 +187,12 @@ def field_bytes(header: bytes) -> int:
     return 96 * _elements(header) + 8 * len(header)
 
 
-def dtype_named(name: str) -> DType:
-    return _BY_NAME[name]
-
-
 def pack_shapes(tensors: Sequence[WireTensor]) -> list[Any]:
     """The dtype code and shape of each tensor. Raises ProtocolError for one that cannot travel."""
     packed = []
     for tensor in tensors:
-        if (dtype := _BY_NAME.get(tensor.dtype)) is None:
-            known = ", ".join(_BY_NAME)
+        if (dtype := BY_NAME.get(tensor.dtype)) is None:
+            known = ", ".join(BY_NAME)
             raise ProtocolError(f"dtype {tensor.dtype!r} cannot travel (known: {known})")
         expected, view, shape = _tensor_bytes(dtype, tensor.shape), tensor.data, list(tensor.shape)
         if view.nbytes != expected:

@@ -199,7 +199,13 @@ class Link:
         too large, and the link's reason (PeerLostError) when it is closed.
         """
         buffers = m.encode(message, self.max_frame_bytes)
-        self._enqueue(Outgoing(buffers, done, message if message.tensors else None))
+        outgoing = Outgoing(buffers, done, message if message.tensors else None)
+        with self._lock:
+            if self._queue.nbytes or self._closing or self._dead:
+                self._wait_for_room(outgoing.nbytes)
+            complete = self._queue_or_write(outgoing)
+        if complete:
+            self._tell(outgoing)
 
     def end(self, drain_s: float = timeouts.DRAIN_S) -> float:
         """Let the writer write the queue for at most `drain_s` seconds, then close. Returns the
@@ -232,14 +238,6 @@ class Link:
                 log.error("%s: the link does not end: the handler of a message hangs", self.name)
 
     # ---- writing
-
-    def _enqueue(self, outgoing: Outgoing) -> None:
-        with self._lock:
-            if self._queue.nbytes or self._closing or self._dead:
-                self._wait_for_room(outgoing.nbytes)
-            complete = self._queue_or_write(outgoing)
-        if complete:
-            self._tell(outgoing)
 
     def _queue_or_write(self, outgoing: Outgoing, urgent: bool = False) -> bool:
         """Queue a frame; whether all of it is written. When nothing is before it, its beginning is

@@ -708,15 +708,8 @@ class Message:
     Making one checks it and raises ProtocolError."""
 
     __slots__ = (
-        *(
-            "_buffer_release",
-            "_fields",
-            "body",
-            "field_bytes",
-            "seen",
-            "tensor_bytes",
-            "tensors",
-        ),
+        *("_buffer_release", "_fields", "body", "field_bytes", "seen"),
+        *("tensor_bytes", "tensors"),
     )
 
     def __init__(self, body: Body, tensors: Sequence[WireTensor] = ()) -> None:
@@ -736,7 +729,7 @@ class Message:
 
     @property
     def shapes(self) -> frames.Shapes:
-        return tuple((frames.dtype_named(tensor.dtype), tensor.shape) for tensor in self.tensors)
+        return tuple((frames.BY_NAME[tensor.dtype], tensor.shape) for tensor in self.tensors)
 
     @property
     def payload_bytes(self) -> int:

@@ -68,14 +68,10 @@ class Stream(Protocol):
         """Give the connection back to the system; no thread may be in a call any more."""
 
 
-def _max_buffers() -> int:
-    """How many buffers one sendmsg takes (IOV_MAX)."""
-    with contextlib.suppress(AttributeError, ValueError, OSError):
-        return max(16, min(1024, os.sysconf("SC_IOV_MAX")))
-    return 16
-
-
-_IOV_MAX = _max_buffers()
+_IOV_MAX = 16
+"""Most buffers that one sendmsg takes."""
+with contextlib.suppress(AttributeError, ValueError, OSError):
+    _IOV_MAX = max(16, min(1024, os.sysconf("SC_IOV_MAX")))
 _HAS_SENDMSG = hasattr(socket.socket, "sendmsg")
 _CAN_TRY = hasattr(socket, "MSG_DONTWAIT")
 _WAIT_ALL = 0 if sys.platform == "win32" else socket.MSG_WAITALL

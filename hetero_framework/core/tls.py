@@ -264,18 +264,16 @@ class TlsStream:
             except ssl.SSLError:
                 with contextlib.suppress(OSError):
                     self._flush(deadline)  # the alert tells the other side why
-                    self._let_it_arrive(min(deadline, time.monotonic() + timeouts.LAST_WORD_S))
+                    soon = min(deadline, time.monotonic() + timeouts.LAST_WORD_S)
+                    self._plain.end_writes()
+                    # To the end: closing a connection with unread bytes takes back what was sent.
+                    while self._plain.read(self._received) != 0:
+                        _check(soon)
                 raise
             self._flush(deadline)
             if self._ssl.selected_alpn_protocol() != self._alpn:
                 raise ssl.SSLError(1, "[SSL: NO_APPLICATION_PROTOCOL] it speaks another protocol")
             return
-
-    def _let_it_arrive(self, deadline: float) -> None:
-        """Read to the end: closing a connection with unread bytes takes back what was sent."""
-        self._plain.end_writes()
-        while self._plain.read(self._received) != 0:
-            _check(deadline)
 
     def certificate(self) -> Certificate:
         """The other side's certificate. IdentityError if it names no process of a cluster."""
