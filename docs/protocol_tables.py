@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hetero_framework import registry
 from hetero_framework.cluster import link_probe
-from hetero_framework.core import frames, messages, session, waiting
+from hetero_framework.core import connection, frames, messages, session
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import BODIES, Body, Forward, Message
 
@@ -57,8 +57,8 @@ def _limits() -> str:
         ("sizes in a shape", frames.MAX_DIMS),
         ("nesting of lists and maps in the fields", frames.MAX_DEPTH),
         ("values in a *long* header", frames.MAX_ELEMENTS),
-        ("messages of a link that wait to be looked at", waiting.MOST_MESSAGES),
-        ("memory for the fields of those, bytes", waiting.MOST_FIELD_BYTES),
+        ("messages of a link that wait to be looked at", connection.MOST_MESSAGES),
+        ("memory for the fields of those, bytes", connection.MOST_FIELD_BYTES),
         ("bytes of a CONTROL between workers", link_probe.MOST_BYTES_OF_PEER),
     ]
     return "| limit | value |\n|---|---|\n" + "".join(f"| {name} | {n} |\n" for name, n in rows)

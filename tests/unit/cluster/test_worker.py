@@ -29,7 +29,7 @@ from hetero_framework.cluster import worker as worker_module
 from hetero_framework.cluster.worker import Worker
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config, StageSpec
-from hetero_framework.core import addresses, timeouts, waiting
+from hetero_framework.core import addresses, timeouts
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.devices import Device
 from hetero_framework.core.dial import Listener, connect
@@ -351,7 +351,7 @@ def test_coordinator_that_floods_it_is_told_and_memory_stays_bounded(
     """The main thread hangs in a handler, and nobody looks at what comes."""
     go_on = threading.Event()
     monkeypatch.setitem(control._handlers, "slow", lambda data: go_on.wait(WAIT_S))
-    monkeypatch.setattr(waiting, "MOST_MESSAGES", 50)
+    monkeypatch.setattr("hetero_framework.core.connection.MOST_MESSAGES", 50)
     served = serve()
     coordinator = served.dial().set_up()
     try:

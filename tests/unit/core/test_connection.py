@@ -11,7 +11,7 @@ import pytest
 
 from hetero_framework.core import messages as m
 from hetero_framework.core.buffers import BufferPool
-from hetero_framework.core.connection import Connection
+from hetero_framework.core.connection import Connection, Waiting
 from hetero_framework.core.frames import PROTOCOL_VERSION, WireTensor
 from hetero_framework.core.messages import COORDINATOR, WORKER, Body, Message
 from hetero_framework.core.send_queue import LinkStats
@@ -263,3 +263,45 @@ def test_counters_go_on_over_a_new_link() -> None:
             one.send(HELLO)
             other.heard.get(timeout=WAIT_S)
             assert stats.bytes_out == round_number * size
+
+
+def received(body: m.Control | m.Loss) -> Message:
+    return m.decode(b"".join(m.encode(Message(body))))
+
+
+def test_waiting_messages_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero_framework.core.connection.MOST_MESSAGES", 3)
+    link, first = Waiting(), received(m.Loss(1, 2, 3, 0.5))
+    link.came(first)
+    link.came(received(m.Loss(1, 2, 4, 0.5)))
+    link.came(received(m.Loss(1, 2, 5, 0.5)))
+    with pytest.raises(ProtocolError, match="faster than it is heard: more than 3 messages wait"):
+        link.came(received(m.Loss(1, 2, 6, 0.5)))
+    first.seen()
+    link.came(received(m.Loss(1, 2, 7, 0.5)))
+    assert link.messages == 3
+
+
+def test_waiting_messages_are_bounded_by_the_memory_of_fields() -> None:
+    link = Waiting()
+    large = received(m.Control("x", [{}] * 500_000))
+    link.came(large)
+    with pytest.raises(ProtocolError, match="more than 64 MiB of fields wait"):
+        link.came(received(m.Control("x", [{}] * 500_000)))
+    large.seen()
+    link.came(received(m.Control("x", [{}] * 500_000)))
+    assert (link.messages, link.tensor_bytes) == (1, 0)
+
+
+def test_waiting_messages_are_bounded_by_tensor_bytes() -> None:
+    def message() -> Message:
+        tensor = WireTensor("uint8", (100,), memoryview(bytes(100)))
+        return m.decode(b"".join(m.encode(Message(m.Control("x"), (tensor,)))))
+
+    link = Waiting()
+    link.most_tensor_bytes = 150 << 20
+    link.came(message())
+    link.most_tensor_bytes = 150
+    with pytest.raises(ProtocolError, match="MiB of tensors wait"):
+        link.came(message())
+    assert (link.messages, link.tensor_bytes) == (1, 100)

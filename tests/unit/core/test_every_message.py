@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import math
 import re
+import struct
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
@@ -16,9 +18,16 @@ import msgpack
 import pytest
 
 from hetero_framework.core import messages as m
-from hetero_framework.core import waiting
 from hetero_framework.core.connection import Connection, opening
-from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES, PREFIX, pack_shapes
+from hetero_framework.core.frames import (
+    HANDSHAKE_MAX_FRAME_BYTES,
+    MAX_ELEMENTS,
+    MAX_LONG_HEADER_BYTES,
+    PREFIX,
+    field_bytes,
+    pack_shapes,
+    unpack_header,
+)
 from hetero_framework.core.messages import BODIES, Message, read_header
 from hetero_framework.core.session import ORDER, ROLES, Session, legal
 from hetero_framework.errors import ProtocolError
@@ -198,7 +207,7 @@ def test_a_flood_of_any_message_is_bounded(
     role: str, phase: Enum, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its owner is given no more than may wait, or the second one is out of order."""
-    monkeypatch.setattr(waiting, "MOST_MESSAGES", MOST)
+    monkeypatch.setattr("hetero_framework.core.connection.MOST_MESSAGES", MOST)
     for kind in legal(ROLES[role], phase):
         if issubclass(kind, m.Signal):  # the link keeps none of them
             continue
@@ -216,3 +225,72 @@ def test_a_flood_of_any_message_is_bounded(
 def test_the_tables_have_every_message() -> None:
     assert {body.spec.name for body in BODIES.values()} == set(EXAMPLES)
     assert {kind for table in ORDER.values() for kind in table} == set(BODIES.values())
+
+
+# ---- headers
+
+
+def control_with(data: bytes) -> bytes:
+    """A whole frame of CONTROL with this value, packed, as its data."""
+    header = b"\x83\xa1t\x32\xa1m\x82\xa4name\xa1x\xa4data" + data + b"\xa1x\x90"
+    return PREFIX.pack(4 + len(header), len(header)) + header
+
+
+def array(item: bytes, count: int) -> bytes:
+    return b"\xdd" + struct.pack(">I", count) + item * count
+
+
+MIB = 1 << 20
+BOMBS = {
+    "maps": array(b"\x80", 15 * MIB),
+    "lists": array(b"\x90", 15 * MIB),
+    "maps with an entry": array(b"\x81\xa0\x00", 5 * MIB),
+    "lists of a number": array(b"\x91\x00", 7 * MIB),
+    "short texts": array(b"\xa2ab", 5 * MIB),
+    "small numbers": array(b"\xcd\x01\x02", 5 * MIB),
+    "floats": array(b"\xca\x00\x00\x00\x01", 3 * MIB),
+    "lists of lists": array(array(b"\x80", 4096), 3800),
+    "a map of maps": b"\xdf"
+    + struct.pack(">I", 1 << 21)
+    + b"".join(b"\xa4" + struct.pack(">I", i & 0x7F7F7F7F) + b"\x80" for i in range(1 << 21)),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_header_that_would_take_many_times_its_size_is_not_built(name: str) -> None:
+    frame = control_with(BOMBS[name])
+    assert len(frame) < MAX_LONG_HEADER_BYTES + 100
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match=f"more than {MAX_ELEMENTS} values"):
+            m.decode(frame)
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(frame)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_header_with_the_most_values_is_built() -> None:
+    count = MAX_ELEMENTS - 100
+    found = m.decode(control_with(array(b"\x80", count)))
+    assert found.body == m.Control("x", [{}] * count)
+    assert 72 * count < found.field_bytes < 110 * count
+
+
+@pytest.mark.parametrize(
+    "data", [[{}] * 50_000, [["ab"] * 9] * 3000, ["x" * 300] * 1000, list(range(10_000)), {"a": 1}]
+)
+def test_memory_of_fields_is_not_guessed_too_low(data: object) -> None:
+    header = msgpack.packb({"t": 50, "m": {"name": "x", "data": data}, "x": []})
+    tracemalloc.start()
+    try:
+        kept = unpack_header(header)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept
+    assert taken < 1.3 * field_bytes(header) + 4096
+
+
+def test_a_long_text_is_shown_shortened() -> None:
+    assert m.shortened("x" * 2000) == "x" * 2000
+    assert m.shortened("x" * 3_000_000) == "x" * 2000 + "... (3000000 characters)"
