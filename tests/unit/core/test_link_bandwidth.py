@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hetero_framework.core.send_pacing import SendPacing
+from hetero_framework.core.link_bandwidth import SendPacing
 
 PIECE = 100_000
 FRAME = 10 * PIECE
