@@ -171,8 +171,7 @@ def describe_end(pid: int, code: int, kills: int | None) -> str:
 
 
 def watch_parent(
-    on_gone: Callable[[], None] | None = None,
-    on_order: Callable[[str], None] = lambda reason: None,
+    on_gone: Callable[[], None] | None = None, on_order: Callable[[str], None] = lambda reason: None
 ) -> threading.Thread:
     """In a child: call `on_gone` when the parent has ended (default: end the process),
     and `on_order` with each line of the parent, which is a reason to end."""

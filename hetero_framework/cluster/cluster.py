@@ -136,11 +136,7 @@ class Cluster:
         ids = local_worker_ids(config)
         access = access or access_of(config, "local")
         self._local = workers or LocalWorkers(
-            config,
-            ids,
-            debug=debug,
-            run_id=self.run_id,
-            program=(*PROGRAM, *access.arguments(ids)),
+            config, ids, debug=debug, run_id=self.run_id, program=(*PROGRAM, *access.arguments(ids))
         )
         self._meter = meter_of(config)
         self._peers = WorkerLinks(

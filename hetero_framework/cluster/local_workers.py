@@ -13,12 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_framework.cluster import oom_killer
-from hetero_framework.cluster.child import (
-    PROGRAM,
-    Spawner,
-    describe_end,
-    end_processes,
-)
+from hetero_framework.cluster.child import PROGRAM, Spawner, describe_end, end_processes
 from hetero_framework.cluster.restart_policy import MAX_DEATHS, RestartPolicy, is_crash
 from hetero_framework.config import Config
 from hetero_framework.core import addresses, timeouts

@@ -52,12 +52,7 @@ from hetero_framework.engine.boundary_io import ArrivalMeter, meter_of, unpack
 from hetero_framework.engine.expectation import check_sender
 from hetero_framework.engine.loading import BuildStages, take_apart
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
-from hetero_framework.engine.stage_api import (
-    GradientPart,
-    Outcome,
-    StageInterface,
-    StepInfo,
-)
+from hetero_framework.engine.stage_api import GradientPart, Outcome, StageInterface, StepInfo
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.errors import (
     ConfigError,
@@ -571,8 +566,7 @@ class Worker:
             awaited=self._check_awaited,
             max_frame_bytes=max_frame_bytes,
             deadlines=LinkDeadlines(
-                liveness_s=self._config.training.liveness_timeout_s,
-                handshake_s=timeouts.STRANGER_S,
+                liveness_s=self._config.training.liveness_timeout_s, handshake_s=timeouts.STRANGER_S
             ),
             pool=self._device.buffers(),
             bandwidth=self._bandwidth,

@@ -19,11 +19,7 @@ from pydantic import (
     field_validator,
 )
 from pydantic_core import PydanticKnownError
-from pydantic_core.core_schema import (
-    CoreSchema,
-    ValidationInfo,
-    no_info_after_validator_function,
-)
+from pydantic_core.core_schema import CoreSchema, ValidationInfo, no_info_after_validator_function
 
 from hetero_framework import registry
 

@@ -172,8 +172,7 @@ class LinkBandwidth:
         now = time.monotonic()
         asked = self._asked is not None
         return min(
-            self._waits_until - now,
-            self._asks_again_at - now if asked else self._way_out.left_s(),
+            self._waits_until - now, self._asks_again_at - now if asked else self._way_out.left_s()
         )
 
     def pause_s(self) -> float:
