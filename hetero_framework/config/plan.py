@@ -136,8 +136,26 @@ def plan_problems(entries: Sequence[PlanEntry]) -> Iterator[Problem]:
     expected = 0
     for i, entry in enumerate(entries):
         here, last = f"shard_plan[{i}]", i == len(entries) - 1
-        yield from _range_problems(here, entry, expected, first=i == 0, last=last)
-        layers = max(0, entry.end - entry.start)
+        start, end = entry.start, entry.end
+        if start > end:
+            yield Problem(here, f"start {start} is after end {end}")
+        elif start > expected:
+            missing = layers_text(expected, start)
+            whose = "the first entry must start at 0" if i == 0 else f"start it at {expected}"
+            yield Problem(f"{here}.start", f"is {start}, so nobody holds {missing}; {whose}")
+        elif start < expected:
+            yield Problem(
+                f"{here}.start",
+                f"is {start}, but the entries before it already reach {expected}; entries are in"
+                f" model order without overlap, so start it at {expected}",
+            )
+        elif start == end and not (i == 0 and end == 0) and not last:
+            yield Problem(
+                here,
+                f"holds no layer (start = end = {start}); only the first entry (embedding) and the"
+                " last one (head) may be without",
+            )
+        layers = max(0, end - start)
         if isinstance(entry.offload, int) and entry.offload > layers:
             yield Problem(
                 f"{here}.offload", f"is {entry.offload}, but the stage has {layers} layers"
@@ -146,7 +164,7 @@ def plan_problems(entries: Sequence[PlanEntry]) -> Iterator[Problem]:
             yield Problem(f"{here}.is_last", "is true, but only the last entry holds the head")
         if entry.is_last is False and last:
             yield Problem(f"{here}.is_last", "is false, but this is the last entry")
-        expected = max(expected, entry.end)
+        expected = max(expected, end)
     if expected == 0:
         yield Problem(
             "shard_plan",
@@ -159,30 +177,6 @@ def owner_problems(entries: Sequence[PlanEntry], ids: Sequence[int | str]) -> It
     for i, entry in enumerate(entries):
         if entry.id != "local" and entry.id not in ids:
             yield Problem(f"shard_plan[{i}].id", _unknown_worker(entry.id, ids))
-
-
-def _range_problems(
-    here: str, entry: PlanEntry, expected: int, *, first: bool, last: bool
-) -> Iterator[Problem]:
-    start, end = entry.start, entry.end
-    if start > end:
-        yield Problem(here, f"start {start} is after end {end}")
-    elif start > expected:
-        missing = layers_text(expected, start)
-        whose = "the first entry must start at 0" if first else f"start it at {expected}"
-        yield Problem(f"{here}.start", f"is {start}, so nobody holds {missing}; {whose}")
-    elif start < expected:
-        yield Problem(
-            f"{here}.start",
-            f"is {start}, but the entries before it already reach {expected}; entries are in"
-            f" model order without overlap, so start it at {expected}",
-        )
-    elif start == end and not (first and end == 0) and not last:
-        yield Problem(
-            here,
-            f"holds no layer (start = end = {start}); only the first entry (embedding) and the"
-            " last one (head) may be without",
-        )
 
 
 def _unknown_worker(worker_id: int | str, ids: Sequence[int | str]) -> str:

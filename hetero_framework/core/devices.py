@@ -946,7 +946,11 @@ def list_devices() -> list[Device]:
         devices += _tried(f"the plug-in {plugin.value}", partial(_devices_from, plugin)) or ()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        accelerator = _out_of_tree()
+        for module in OUT_OF_TREE.values():
+            if importlib.util.find_spec(module.partition(".")[0]) is not None:
+                _tried(module, partial(importlib.import_module, module))
+                accelerator = torch.accelerator.current_accelerator(check_available=True)
+                break
     if accelerator is not None and accelerator.type not in {device.kind for device in devices}:
         devices += _devices_of(accelerator.type)
     return [*devices, Device()]
@@ -954,14 +958,6 @@ def list_devices() -> list[Device]:
 
 PLUGINS = "hetero_framework.devices"
 """Entry points in this group are functions that return the devices of this machine."""
-
-
-def _out_of_tree() -> torch.device | None:
-    for module in OUT_OF_TREE.values():
-        if importlib.util.find_spec(module.partition(".")[0]) is not None:
-            _tried(module, partial(importlib.import_module, module))
-            return torch.accelerator.current_accelerator(check_available=True)
-    return None
 
 
 def _devices_from(plugin: importlib.metadata.EntryPoint) -> list[Device]:

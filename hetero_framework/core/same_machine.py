@@ -183,7 +183,11 @@ class Rendezvous:
 
     def _open(self) -> None:
         base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-        _sweep(Path(base))
+        for left in Path(base).glob(f"{_PREFIX}*-*"):  # perhaps of a process killed in a handshake
+            process = left.name.removeprefix(_PREFIX).partition("-")[0]
+            with contextlib.suppress(OSError):
+                if not Path("/proc", process).exists() and left.lstat().st_uid == os.geteuid():
+                    shutil.rmtree(left, ignore_errors=True)
         folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base)
         self._remove = lambda: shutil.rmtree(folder, ignore_errors=True)
         self._listener = socket.socket(socket.AF_UNIX)
@@ -233,12 +237,3 @@ def _switched(stream: Stream, local: LocalStream, who: str) -> LocalStream:
     stream.close()
     _log.info("%s is on this machine: the link goes through a Unix socket, unencrypted", who)
     return local
-
-
-def _sweep(base: Path) -> None:
-    """Remove the folders of processes that were killed in a handshake."""
-    for folder in base.glob(f"{_PREFIX}*-*"):
-        process = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        with contextlib.suppress(OSError):
-            if not Path("/proc", process).exists() and folder.lstat().st_uid == os.geteuid():
-                shutil.rmtree(folder, ignore_errors=True)
