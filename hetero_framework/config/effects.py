@@ -32,12 +32,6 @@ def _effect(section: type[Section], field: FieldInfo) -> Effect:
     return next((mark for mark in field.metadata if isinstance(mark, Effect)), section.effect)
 
 
-def _scope(section: type[Section], field: FieldInfo) -> Scope:
-    marks = (mark for mark in (*field.metadata, section.scope) if isinstance(mark, Scope))
-    changes = _effect(section, field) in (Effect.IDENTITY, Effect.RESULT)
-    return next(marks, Scope.ALL_ISLANDS if changes else Scope.PER_ISLAND)
-
-
 @cache
 def effects(schema: type[Config] | None = None) -> dict[str, Effect]:
     """The effect of each setting of a schema; by default of the schema with all extras."""
@@ -48,8 +42,12 @@ def effects(schema: type[Config] | None = None) -> dict[str, Effect]:
 @cache
 def scopes() -> dict[str, Scope]:
     """The scope of each setting of the schema with all extras."""
-    root = whole_schema(Config)
-    return {name: _scope(section, field) for name, section, field in settings(root)}
+    found = {}
+    for name, section, field in settings(whole_schema(Config)):
+        marks = (mark for mark in (*field.metadata, section.scope) if isinstance(mark, Scope))
+        changes = _effect(section, field) in (Effect.IDENTITY, Effect.RESULT)
+        found[name] = next(marks, Scope.ALL_ISLANDS if changes else Scope.PER_ISLAND)
+    return found
 
 
 def effect_of(name: str, config: Config) -> Effect | None:

@@ -36,7 +36,24 @@ class Misread(Exception):
 
 def read_object(path: Path) -> dict[str, Any]:
     """The object in the file `path`. Raises ConfigError where it cannot be read or is refused."""
-    return parse_object(_read_bytes(path), name=str(path))
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{path} is a directory, not a configuration file")
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"configuration file {path} does not exist",
+            hint="create one with `hetero init`, or name it with --config FILE",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {in_words(error)}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(
+            f"{path} has more than the {MAX_FILE_BYTES >> 20} MiB of the largest configuration;"
+            " is it the right file?"
+        )
+    return parse_object(content, name=str(path))
 
 
 def parse_object(content: bytes, *, name: str, foreign: bool = False) -> dict[str, Any]:
@@ -120,27 +137,6 @@ def _repeated(value: Any, path: str) -> Iterator[str]:
     for key, item in items:
         if isinstance(item, (dict, list)):
             yield from _repeated(item, join_path(path, key))
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        if path.is_dir():
-            raise ConfigError(f"{path} is a directory, not a configuration file")
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
-        raise ConfigError(
-            f"configuration file {path} does not exist",
-            hint="create one with `hetero init`, or name it with --config FILE",
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {in_words(error)}") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(
-            f"{path} has more than the {MAX_FILE_BYTES >> 20} MiB of the largest configuration;"
-            " is it the right file?"
-        )
-    return content
 
 
 def _decode(content: bytes, name: str) -> str:
