@@ -254,9 +254,6 @@ class SendQueue:
     def __len__(self) -> int:
         return len(self._frames) + len(self._urgent)
 
-    def __contains__(self, frame: object) -> bool:
-        return frame in self._frames or frame in self._urgent
-
     @property
     def urgent(self) -> int:
         """The number of urgent frames that are not written yet."""
