@@ -41,13 +41,9 @@ def is_local_address(host: str) -> bool:
         if address.is_loopback or address.is_unspecified:
             return True
         return any(address == parsed(local) for local in local_addresses())
-    return is_local_hostname(host) or any(map(is_local_address, resolve(host)))
-
-
-def is_local_hostname(name: str) -> bool:
-    """Whether `name` is one of this machine's own names (case and ".local" do not matter)."""
-    name = name.lower().rstrip(".")
-    return name in _LOOPBACK_NAMES or name in local_hostnames()
+    name = host.lower().rstrip(".")
+    is_own = name in _LOOPBACK_NAMES or name in local_hostnames()
+    return is_own or any(map(is_local_address, resolve(host)))
 
 
 def is_loopback(host: str) -> bool:
