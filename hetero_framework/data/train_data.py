@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice, pairwise
@@ -24,7 +27,6 @@ from hetero_framework.data.batches import (
     pack,
     padded_left,
 )
-from hetero_framework.data.display import display
 from hetero_framework.data.examples import Examples, ExamplesBuilder, ExampleSet, Rows, StreamedRows
 from hetero_framework.data.formats import Formatter, Tokens
 from hetero_framework.data.kinds import ExampleKind, Labels, formatter_for, kind_of
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHUNK = 1000  # records tokenised in one call
+_QUIET_S = 0.5  # work that is done by then needs no display
 _ENDS = ("bos", "eos", "cls", "sep")
 _NEAR = 4  # most tokens from a token to the next, with white space between them
 _TWICE = (
@@ -314,6 +317,25 @@ def kept_part(data: DataConfig) -> slice:
     if most is not None and data.truncation_mode == "keep_end":
         return slice(-most, None)
     return slice(most)
+
+
+@contextmanager
+def display(what: str) -> Iterator[Callable[[str], None]]:
+    """Show one line until the block ends. The given function updates it: "12,000 examples"."""
+    from rich.console import Console
+
+    began = time.monotonic()
+    status = Console(stderr=True).status(what)
+
+    def show(done: str) -> None:
+        status.update(f"{what}: {done}")
+        if sys.stderr.isatty() and time.monotonic() - began >= _QUIET_S:
+            status.start()
+
+    try:
+        yield show
+    finally:
+        status.stop()
 
 
 @dataclass

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -12,10 +13,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer
 
 from hetero_framework.config import DataConfig
-from hetero_framework.data import load_data, load_tokenizer, num_items
+from hetero_framework.data import load_data, load_tokenizer, num_items, train_data
 from hetero_framework.data.batches import pack
 from hetero_framework.data.examples import ExamplesBuilder
 from hetero_framework.data.tokenizer import choose_pad_token, read_tokenizer
+from hetero_framework.data.train_data import display
 from hetero_framework.errors import DataError
 from tests.installed import needs
 from tests.unit.data_helpers import CHATML, CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
@@ -471,3 +473,29 @@ def test_a_tokenizer_file_that_is_something_else_is_named(tmp_path, name, conten
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"{name} is {message}"):
         read_tokenizer(str(tmp_path), None)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(Terminal(), True), (io.StringIO(), False)])
+def test_display_is_on_a_terminal_only_and_gone_at_the_end(
+    stream: io.StringIO, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr(train_data, "_QUIET_S", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    with display("tokenising data.train") as show:
+        show("1,000 examples")
+        show("2,000 examples")
+    assert ("tokenising data.train: " in stream.getvalue()) == shown
+
+
+def test_quick_work_has_no_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    with display("tokenising data.train") as show:
+        show("1 example")
+    assert stream.getvalue() == ""
