@@ -7,7 +7,7 @@ one order under any cut and timing. Shapes: B rows of a micro-batch, S tokens, D
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import starmap
 from typing import Any
@@ -19,10 +19,10 @@ from hetero_framework import registry
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import failpoints
 from hetero_framework.core.devices import Device, HostCopy
-from hetero_framework.engine.early_gradients import EarlyGradients
 from hetero_framework.engine.expectation import rows_and_tokens
 from hetero_framework.engine.optimizer import build_optimizer, state_tensors
 from hetero_framework.engine.stage_api import (
+    GradientPart,
     GradientReport,
     Outcome,
     Residence,
@@ -41,7 +41,7 @@ from hetero_framework.models.adapters.trainable import (
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.reuse import ReusableModules
-from hetero_framework.models.cut.shard import Shard, put_back
+from hetero_framework.models.cut.shard import Shard, put_back, weakly
 from hetero_framework.models.cut.side import (
     Bundle,
     Form,
@@ -57,6 +57,8 @@ from hetero_framework.models.rng import ForwardSeeds
 from hetero_framework.models.verify.side_tensor_checks import SideTensorChecks
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
+EARLY_PART_BYTES = 1 << 18
+"""Least bytes of a part of early gradients: each part costs a frame, and a wait for the device."""
 _LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # of the weight's shape
 
 
@@ -530,6 +532,69 @@ class Stage:
     def _unscale(self, parameter: torch.nn.Parameter) -> None:
         if parameter.grad is not None and self._info.loss_scale != 1.0:
             parameter.grad.mul_(1.0 / self._info.loss_scale)
+
+
+class EarlyGradients:
+    """Hands on final gradients of one stage before its backward pass ends, beginning with the last
+    layers. `to_host` copies tensors into CPU memory."""
+
+    def __init__(
+        self,
+        stage: int,
+        parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        to_host: Callable[[Sequence[Tensor]], list[Tensor]],
+    ) -> None:
+        self._stage = stage
+        self._parameters = list(parameters)
+        self._to_host = to_host
+        self._hooks: list[Any] = []  # none before the first step with a taker
+        self._take: TakeEarly | None = None
+        self._late: frozenset[str] | None = None  # None: outside of `last_backward`
+        self._waiting: Tensors = {}
+        self.given: set[str] = set()
+        """The parameters whose gradients of this step have been taken."""
+
+    def begin(self, take: TakeEarly | None) -> None:
+        """Begin a step. `take` (None: no taker) gets gradients that become final in
+        `last_backward`. They may share the parameter's gradient memory until the step's end."""
+        self._take, self._late = take, None
+        self._waiting, self.given = {}, set()
+        if take is not None and not self._hooks:
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(weakly(self._note_final, name))
+                for name, parameter in self._parameters
+            ]
+
+    @contextmanager
+    def last_backward(self, late: Iterable[str] = ()) -> Iterator[None]:
+        """Within the block a gradient is final once added to, unless its parameter is `late`.
+        Gradients that fill no part, or find no room, are not given early."""
+        self._late = frozenset(late)
+        try:
+            yield
+        finally:
+            self._late, self._waiting = None, {}
+
+    def close(self) -> None:
+        """Remove the hooks and forget the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._parameters, self._hooks, self._waiting = [], [], {}
+
+    def _note_final(self, name: str, parameter: Tensor) -> None:
+        assert name not in self.given, f"the gradient of {name} grows after others have it"
+        if self._take is None or self._late is None or name in self._late:
+            return
+        assert parameter.grad is not None
+        self._waiting[name] = parameter.grad
+        nbytes = sum(gradient.nbytes for gradient in self._waiting.values())
+        if nbytes < EARLY_PART_BYTES or not self._take.has_room():
+            return
+        gradients, self._waiting = self._waiting, {}
+        self.given.update(gradients)
+        here = self._to_host(list(gradients.values()))
+        part = StatePart(dict(zip(gradients, here, strict=True)))
+        self._take.take(GradientPart(self._stage, 0, part))
 
 
 def _sum(total: Tensor | None, more: Tensor) -> Tensor:

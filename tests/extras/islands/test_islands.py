@@ -18,7 +18,6 @@ from hetero_framework.config import Config, TrainingConfig
 from hetero_framework.core import timeouts
 from hetero_framework.core.messages import Gradients
 from hetero_framework.core.timeouts import LinkDeadlines
-from hetero_framework.engine import early_gradients
 from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import GradientPart, StatePart
@@ -104,7 +103,7 @@ def test_two_islands_of_any_plans_are_one_training(
 ) -> None:
     """Uneven micro-batches of uneven lengths: 9 samples of a step by fours, 3 by twos. Gradients
     leave the coordinators' stages one by one, and workers' while they compute."""
-    monkeypatch.setattr(early_gradients, "EARLY_PART_BYTES", 1)
+    monkeypatch.setattr("hetero_framework.engine.stage.EARLY_PART_BYTES", 1)
     wide = save_llama(tmp_path / "model", hidden_size=96, intermediate_size=192)
     settings = {**settings, "model": {"name_or_path": str(wide)}}
     came: dict[int, list[bool]] = {}
