@@ -290,12 +290,12 @@ class Stage:
         self._add_tied()
         norms = []
         for _, parameter in self._parameters:
-            if parameter.grad is not None:
-                self._unscale(parameter)
             if parameter.grad is None:
                 norms.append(torch.zeros((), device=parameter.device))
-            else:
-                norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
+                continue
+            if self._info.loss_scale != 1.0:
+                parameter.grad.mul_(1.0 / self._info.loss_scale)
+            norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
         stacked = torch.stack(norms) if norms else torch.zeros(0)
         return GradientReport(self._device.to_host(stacked), self._nonfinite())
 
@@ -385,8 +385,9 @@ class Stage:
 
     def load_state(self, kind: str, part: StatePart) -> None:
         """Take over a part of a "checkpoint" (of `snapshot`), "weights", an "adapter" file, "tied
-        weights" by source or, in a step, "gradients" or "tied gradients". Raises CheckpointError or
-        ProtocolError for a tensor without a place here, CheckpointError if a weight is absent."""
+        weights" by source or, in a step, "gradients" (sums over all replicas) or "tied gradients".
+        Raises CheckpointError or ProtocolError for a tensor without a place here, CheckpointError
+        if a weight is absent."""
         if kind == "tied weights":
             self.set_tied_weights(part.tensors)
         elif kind == "tied gradients":
@@ -394,9 +395,15 @@ class Stage:
                 self._place(self._sources, name, total)
                 self._sums_elsewhere[name] = total.clone()  # it may lie in a receive buffer
         elif kind == "gradients":
-            self._load_gradients(part.tensors)
+            places = {**dict(self._parameters), **self._targets}
+            for name, total in part.tensors.items():
+                parameter = self._place(places, name, total)
+                parameter.grad = total.to(parameter, copy=True)
         elif kind == "weights":
-            self._load_weights(part.tensors)
+            places = dict(self._parameters)
+            with torch.no_grad():
+                for name, weight in part.tensors.items():
+                    self._place(places, name, weight).copy_(weight)
         elif kind == "adapter":
             from hetero_framework.models.adapters import lora
 
@@ -405,20 +412,6 @@ class Stage:
                 lora.check_adapter_complete(self._shard, self._loaded_keys)
         else:
             self._load_checkpoint(part)
-
-    def _load_gradients(self, sums: Tensors) -> None:
-        """Replace this replica's gradients by the sums over all replicas."""
-        places = {**dict(self._parameters), **self._targets}
-        for name, total in sums.items():
-            parameter = self._place(places, name, total)
-            parameter.grad = total.to(parameter, copy=True)
-
-    def _load_weights(self, weights: Tensors) -> None:
-        """Replace the weights of some parameters; the optimizer goes on as it is."""
-        places = dict(self._parameters)
-        with torch.no_grad():
-            for name, weight in weights.items():
-                self._place(places, name, weight).copy_(weight)
 
     def _place(
         self, places: Mapping[str, torch.nn.Parameter], name: str, value: Tensor
@@ -528,10 +521,6 @@ class Stage:
             return ()
         finite = self._device.to_host(torch.stack(list(self._finite.values()))).tolist()
         return tuple(sorted(k for k, ok in zip(self._finite, finite, strict=True) if not ok))
-
-    def _unscale(self, parameter: torch.nn.Parameter) -> None:
-        if parameter.grad is not None and self._info.loss_scale != 1.0:
-            parameter.grad.mul_(1.0 / self._info.loss_scale)
 
 
 class EarlyGradients:
