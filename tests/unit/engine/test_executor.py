@@ -27,11 +27,15 @@ from hetero_framework.core.spans import (
 )
 from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
-from hetero_framework.engine.schedule.policies import by_depth, due_dates, forwards_ahead
 from hetero_framework.engine.schedule.readiness import BACKWARD_FIRST, Admission, Policy, Task
 from hetero_framework.engine.schedule.simulator import Edge, Profile
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
-from hetero_framework.engine.schedule.tuning import TunedSchedule
+from hetero_framework.engine.schedule.tuning import (
+    TunedSchedule,
+    by_depth,
+    due_dates,
+    forwards_ahead,
+)
 from hetero_framework.engine.stage_api import (
     Arrival,
     GradientReport,

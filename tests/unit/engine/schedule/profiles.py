@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from hetero_framework.engine.schedule.policies import by_depth, forwards_ahead
 from hetero_framework.engine.schedule.readiness import BACKWARD_FIRST, DueDates, Policy
 from hetero_framework.engine.schedule.simulator import Edge, Profile
+from hetero_framework.engine.schedule.tuning import by_depth, forwards_ahead
 
 SLOW = 70.26  # milliseconds on the wire, of an activation and of a gradient
 _MOST_STAGES = 5
