@@ -282,7 +282,14 @@ class Formatter:
 
     def _prompt_completion(self, records: list[Record]) -> list[Tokens]:
         for record in records:
-            _refuse_label(record)
+            label = str(record.fields.get("label")).strip().lower()  # a table of text has texts
+            if label in ("true", "false", "1", "0", "1.0", "0.0"):
+                raise DataError(
+                    f"{record.where}: prompt, completion and label are the fields of KTO's"
+                    " preference data; supervised fine-tuning would learn the bad completions, too",
+                    hint='set training.objective to "kto", or keep the examples whose label is'
+                    " true, without the label",
+                )
         records = [as_messages(record, "completion") for record in records]
         if True in {self._are_messages(record, "completion") for record in records}:
             return [self._conversational_pair(record) for record in records]
@@ -418,9 +425,18 @@ class Formatter:
         names = [name for name in _MESSAGES if record.fields.get(name) is not None]
         self.use(record, *_MESSAGES, *CONVERSATION_FIELDS)
         chats = [self._conversation(record, name) for name in names or _MESSAGES[:1]]
-        _refuse_two(chats, *names)
-        if chats[0].messages[-1]["role"] != "assistant":
-            _refuse_preferences(record)
+        if any(chat.messages != chats[0].messages for chat in chats):
+            raise DataError(
+                f"{record.where}: the fields {' and '.join(names)} hold two conversations",
+                hint="keep one of them",
+            )
+        answers = [name for name in ("chosen", "rejected", "kto_tag") if name in record.fields]
+        if answers and chats[0].messages[-1]["role"] != "assistant":
+            raise DataError(
+                f"{record.where}: the fields {', '.join(answers)} are those of preference data,"
+                " whose answers are not in the messages",
+                hint="append the chosen answer to the messages, or train with TRL's DPOTrainer",
+            )
         return self.chat.ids_and_mask(chats[0])
 
     def _conversation(self, record: Record, name: str, *, system: bool = True) -> Conversation:
@@ -519,35 +535,6 @@ def common(one: list[int], other: list[int]) -> int:
     """Number of equal tokens at the beginning of two rows."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _refuse_two(chats: list[Conversation], *names: str) -> None:
-    if any(chat.messages != chats[0].messages for chat in chats):
-        raise DataError(
-            f"{chats[0].where}: the fields {' and '.join(names)} hold two conversations",
-            hint="keep one of them",
-        )
-
-
-def _refuse_label(record: Record) -> None:
-    label = str(record.fields.get("label")).strip().lower()  # a table of text has texts
-    if label in ("true", "false", "1", "0", "1.0", "0.0"):
-        raise DataError(
-            f"{record.where}: prompt, completion and label are the fields of KTO's preference data;"
-            " supervised fine-tuning would learn the bad completions, too",
-            hint='set training.objective to "kto", or keep the examples whose label is true,'
-            " without the label",
-        )
-
-
-def _refuse_preferences(record: Record) -> None:
-    names = [name for name in ("chosen", "rejected", "kto_tag") if name in record.fields]
-    if names:
-        raise DataError(
-            f"{record.where}: the fields {', '.join(names)} are those of preference data, whose "
-            "answers are not in the messages",
-            hint="append the chosen answer to the messages, or train with TRL's DPOTrainer",
-        )
 
 
 def field_of(record: Record, name: str) -> Any:

@@ -153,7 +153,11 @@ def _find(entry: str, base_dir: Path) -> list[Source]:
     if (parted := _parted(entry, path)) is not None:
         return [parted]
     if path.is_dir():
-        return [_folder(entry, path)]
+        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            return [Source(entry, "saved", path)]
+        if not data_files(path):
+            raise DataError(f"the folder {entry} holds no file that can be read", hint=_how())
+        return [Source(entry, "folder", path)]
     if path.exists():
         return [open_source(entry, path)]
     if glob.has_magic(entry):
@@ -184,14 +188,6 @@ def _may_be_on_hub(entry: str, path: Path) -> bool:
     } or not _HUB_NAME.fullmatch(entry):
         return False
     return not path.parent.is_dir() if "/" in entry else not suffix
-
-
-def _folder(entry: str, path: Path) -> Source:
-    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        return Source(entry, "saved", path)
-    if not data_files(path):
-        raise DataError(f"the folder {entry} holds no file that can be read", hint=_how())
-    return Source(entry, "folder", path)
 
 
 def data_files(folder: Path) -> list[Path]:
@@ -397,16 +393,13 @@ def shorten(text: str, limit: int = 60) -> str:
     return line if len(line) <= limit else line[:limit] + "..."
 
 
-def listed(names: Iterable[Any], most: int = 12) -> str:
-    """The first `most` names, and how many more there are; "none" without names."""
+def listed(names: Iterable[Any]) -> str:
+    """The first 12 names, and how many more there are; "none" without names. A name with spaces
+    around it stands between quotes."""
     found = list(names)
-    more = f" and {len(found) - most:,} more" * (len(found) > most)
-    return ", ".join(map(_named, map(str, found[:most]))) + more or "none"
-
-
-def _named(name: str) -> str:
-    """The name, between quotes where spaces stand around it."""
-    return shorten(name) if name == name.strip() else repr(name[:60])
+    shown = (shorten(n) if n == n.strip() else repr(n[:60]) for n in map(str, found[:12]))
+    more = f" and {len(found) - 12:,} more" * (len(found) > 12)
+    return ", ".join(shown) + more or "none"
 
 
 def check_unicode(text: str, where: str) -> str:

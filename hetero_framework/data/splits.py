@@ -101,26 +101,18 @@ class SplitReader:
                     dataset = _from_hub(source.name, self.split, self.dataset_config)
                     yield from _rows(dataset, f"{source.name}[{self.split}]").read()
                 else:
-                    yield from self._folder(source.name, source.path, source.kind, say)
+                    splits = self._splits(source.name, source.path, source.kind, say)
+                    hint = "set data.train_split or data.eval_split"
+                    yield from self._select(source.name, splits, hint)
 
     def of_rows(self, name: str, count: int) -> range:
         """The rows of the split in data of `count` rows. Raises DataError for several slices."""
-
-        def no_rows() -> Iterator[Record]:
-            return iter(())
-
-        splits = dict.fromkeys(self.whole, Split(no_rows, lambda: count))
+        splits = dict.fromkeys(self.whole, Split(lambda: iter(()), lambda: count))
         [(_, begin, end), *others] = self._slices(name, splits, _ONE_SPLIT)
         rows = range(count)[begin:end]
         if others or not rows:
             raise DataError(f"{name}: the split {self.split} is not one slice with examples in it")
         return rows
-
-    def _folder(
-        self, name: str, path: Path, kind: str, say: Callable[[str], None]
-    ) -> Iterator[Record]:
-        splits = self._splits(name, path, kind, say)
-        return self._select(name, splits, "set data.train_split or data.eval_split")
 
     def _splits(
         self, name: str, path: Path, kind: str, say: Callable[[str], None]

@@ -102,7 +102,8 @@ def find_entry(
             digest.update(hashlib.sha256(part.encode()).digest())
         for file in files:
             digest.update(hashlib.sha256(file.name.encode()).digest())
-            digest.update(_content_digest(file))
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
     except OSError:
         return None  # reading the data reports the fault
     return Entry(directory / "tokens" / digest.hexdigest())
@@ -110,14 +111,6 @@ def find_entry(
 
 def _files(path: Path) -> list[Path]:
     return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-
-
-def _content_digest(file: Path) -> bytes:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.digest()
 
 
 def tokenizer_text(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -536,7 +536,13 @@ class Reader:
         for record, rows, targets in made:
             given = [ids for ids, _ in rows[: len(rows) - formatter.label_rows]]
             for ids in given:
-                self._check_ids(ids, record)
+                if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
+                    unknown = self.tokenizer.convert_ids_to_tokens(max(ids))
+                    raise DataError(
+                        f"{record.where}: token {unknown!r} has the id {max(ids)}, but the model"
+                        f" has only {self.vocab_size} embeddings",
+                        hint="tokenizer and model do not belong together; check model.tokenizer",
+                    )
             for token in dict.fromkeys(chain.from_iterable(map(self._twice, given))):
                 formatter.notes.add(_TWICE.format(token), record.where)
             if most is not None and any(len(ids) > most for ids, _ in rows):
@@ -552,15 +558,6 @@ class Reader:
                 yield record, rows, targets
             else:
                 counts["dropped"] += 1
-
-    def _check_ids(self, ids: list[int], record: Record) -> None:
-        if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
-            token = self.tokenizer.convert_ids_to_tokens(max(ids))
-            raise DataError(
-                f"{record.where}: token {token!r} has the id {max(ids)}, but the model has only "
-                f"{self.vocab_size} embeddings",
-                hint="tokenizer and model do not belong together; check model.tokenizer",
-            )
 
     @cached_property
     def _ends(self) -> dict[int, str]:
