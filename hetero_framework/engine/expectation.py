@@ -171,7 +171,11 @@ class Expectation:
                 return
             size, gradients = self._sizes.get(place), self._gradients.get(place)
         if isinstance(body, m.Backward):
-            _check_gradients(what, forms, gradients)
+            if gradients is None:
+                raise ProtocolError(f"{what} came before its forward")
+            if forms != [*gradients]:
+                actual, wanted = (", ".join(starmap(shown_form, f)) for f in (forms, gradients))
+                raise ProtocolError(f"{what}: the gradient is {actual}, expected {wanted}")
         elif size is not None:
             problem = self._stages[body.stage].arrival_problem(forms, *size)
             if problem is not None:
@@ -203,11 +207,3 @@ class Expectation:
 
 def _described(body: m.BoundaryTensor) -> str:
     return f"{body.spec.name} of micro-batch {body.micro_batch} for stage {body.stage}"
-
-
-def _check_gradients(what: str, forms: list[Form], expected: Sequence[Form] | None) -> None:
-    if expected is None:
-        raise ProtocolError(f"{what} came before its forward")
-    if forms != [*expected]:
-        actual, wanted = (", ".join(starmap(shown_form, some)) for some in (forms, expected))
-        raise ProtocolError(f"{what}: the gradient is {actual}, expected {wanted}")

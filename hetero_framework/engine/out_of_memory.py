@@ -100,12 +100,6 @@ def failed(where: str, cause: Exception, device: Device, attempt: Attempt) -> He
     return kind(f"{where}: {control.failure(cause)}")
 
 
-def tried_bytes(text: str) -> int | None:
-    """Bytes of the allocation that failed, if the error names them."""
-    match = _TRIED.search(text)
-    return int(float(match[1]) * _UNITS.get(match[2], 1)) if match else None
-
-
 def _numbers(text: str, device: Device) -> str:
     """The text " on ..., it needs at least a of b", as the device reports now."""
     place = f" on {device.name}"
@@ -113,14 +107,14 @@ def _numbers(text: str, device: Device) -> str:
         memory = device.memory()
     except RuntimeError:  # the driver is out of memory, too
         return place
-    tried = tried_bytes(text)
-    if tried is None:
-        return f"{place}, {size(memory.free)} of {size(memory.total)} are free"
+    free = f"{size(memory.free)} of {size(memory.total)} are free"
+    if (match := _TRIED.search(text)) is None:
+        return f"{place}, {free}"
+    tried = int(float(match[1]) * _UNITS.get(match[2], 1))
     if tried > memory.free:
         needed = memory.total - memory.free + tried
         return f"{place}, it needs at least {size(needed)} of {size(memory.total)}"
     # Enough is free, but in pieces, or not for this process (a limit of the system).
-    free = f"{size(memory.free)} of {size(memory.total)} are free"
     return (
         f"{place}, {size(tried)} more were needed at once, {free}, but not in one piece or not here"
     )

@@ -149,7 +149,8 @@ class Stage:
             self._decoder = registry.find("stages", "decoding")(self._shard, info.decoding)
         self._early.begin(take if info.summed else None)
         self._shard.train(info.train)
-        self._shard.switch_adapter(on=not info.reference)
+        if (adapter := self._shard.adapter) is not None:
+            adapter.switch(self._shard.model, on=not info.reference)
 
     def forward(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Bundle:
         """The output for the next stage, detached; the inputs of `backward` are kept."""

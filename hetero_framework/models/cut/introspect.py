@@ -581,7 +581,11 @@ def layer_kinds(config: PretrainedConfig) -> list[int]:
     structure = introspect(config)
     blocks = meta_model(config).get_submodule(structure.blocks)
     assert isinstance(blocks, nn.ModuleList)
-    listed = list(_listed(config, len(blocks)))
+    listed = [
+        value
+        for name, value in config.get_text_config().to_dict().items()
+        if _PER_LAYER.match(name) and isinstance(value, list) and len(value) == len(blocks)
+    ]
     if (family := family_of(config)) is not None:
         listed.append([family.entering(config, k, 1) for k in range(len(blocks))])
     first: dict[tuple[object, ...], int] = {}
@@ -591,10 +595,3 @@ def layer_kinds(config: PretrainedConfig) -> list[int]:
         kind = (repr(block), shapes, *(str(values[index]) for values in listed))
         kinds.append(first.setdefault(kind, index))
     return kinds
-
-
-def _listed(config: PretrainedConfig, num_layers: int) -> Iterator[list[object]]:
-    """The lists in the configuration that have a type for every single layer."""
-    for name, value in config.get_text_config().to_dict().items():
-        if _PER_LAYER.match(name) and isinstance(value, list) and len(value) == num_layers:
-            yield value

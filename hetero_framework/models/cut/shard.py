@@ -490,11 +490,6 @@ class Shard:
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.training = True
 
-    def switch_adapter(self, *, on: bool) -> None:
-        """Switch the adapter, if there is one, on or off."""
-        if self.adapter is not None:
-            self.adapter.switch(self.model, on=on)
-
     def add_noise(self, alpha: float) -> None:
         """Add NEFTune's noise to the embeddings in training, as transformers does: uniform within
         alpha / sqrt(tokens of a row x hidden size). Raises ArchitectureError where the model has no
@@ -764,7 +759,7 @@ class Shard:
     def _have_reported(self) -> None:
         """Collect the reports that this shard's blocks make to the model behind all blocks. On the
         last shard, have absent blocks give the received reports."""
-        for block, reports in itertools.groupby(self._whole.structure.reports, _block_of):
+        for block, reports in itertools.groupby(self._whole.structure.reports, lambda r: r.block):
             if not self.range.is_last and self.range.start <= block < self.range.end:
                 # The outermost module has the last word: an adapter may be in the inner ones.
                 where = {side: (r.module, path) for r in reports for path, side in r.parts}
@@ -798,7 +793,7 @@ class Shard:
         places: dict[int, list[tuple[int, Way]]] = {end: []}
         for number, side in enumerate(self._leaving_sides, 1):
             if side not in self.entering and side.places[-1][0] < len(self._blocks):
-                block, path = side.first_place(end)
+                block, path = next(place for place in side.places if place[0] >= end)
                 places.setdefault(block, []).append((number, path))
         for block, paths in places.items():
             is_last = block == max(places)
@@ -913,10 +908,6 @@ class Shard:
         if self.on_enter is not None:
             self.on_enter(f"head {self._chunk}" if self._part == "head" and self._chunk else "head")
         return form.wrap(self._injected[0]) if self._part == "head" else None
-
-
-def _block_of(report: Report) -> int:
-    return report.block
 
 
 def _overwrite(placeholder: Tensor, received: Tensor) -> Tensor:

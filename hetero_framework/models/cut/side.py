@@ -44,10 +44,6 @@ class Side:
         """Whether the tensor is in the bundle at the entry of block `boundary`."""
         return self.maker < boundary <= self.places[-1][0]
 
-    def first_place(self, boundary: int) -> tuple[int, Way]:
-        """The first place behind a boundary that the tensor crosses: the block, and the way."""
-        return next(place for place in self.places if place[0] >= boundary)
-
 
 @dataclass(frozen=True)
 class Report:

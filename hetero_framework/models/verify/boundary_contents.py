@@ -56,7 +56,10 @@ def _tied_lines(config: Config, model: PretrainedConfig) -> list[str]:
     whole, lines = Skeleton(model, introspect(model)), []
     for source in dict.fromkeys(whole.ties.values()):
         targets = [target for target, other in whole.ties.items() if other == source]
-        home, *owners = (_owner(config, whole, name) for name in (source, *targets))
+        home, *owners = (
+            next(s.owner for s in config.plan.stages if whole.holds(name, ShardRange.of(s)))
+            for name in (source, *targets)
+        )
         away = [owner for owner in owners if owner != home]
         if not away:
             continue
@@ -69,12 +72,6 @@ def _tied_lines(config: Config, model: PretrainedConfig) -> list[str]:
             " weights for it"
         )
     return lines
-
-
-def _owner(config: Config, whole: Skeleton, name: str) -> int | str:
-    """The process that holds a place of a weight."""
-    holds = (s.owner for s in config.plan.stages if whole.holds(name, ShardRange.of(s)))
-    return next(holds)
 
 
 def check_codec(

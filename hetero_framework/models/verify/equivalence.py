@@ -123,7 +123,9 @@ def _admitted(result: Comparison) -> Comparison:
 def admit_adapter(config: PretrainedConfig, plan: AdapterPlan) -> None:
     """Run a tiny copy with the adapter, unless it is known to run. Raises ConfigError where it does
     not: PEFT takes a module's inputs and outputs from its class, and some routers have others."""
-    asked = question(f"adapter {_settings(plan)}", config, ())
+    lora = plan.lora_config
+    decisive = (plan.modules, plan.parameters, plan.saved_modules, lora.use_dora, lora.bias)
+    asked = question(f"adapter {decisive!r}", config, ())
     if recall("verdicts", asked):
         return
     tiny = shrink(config)
@@ -145,12 +147,6 @@ def admit_adapter(config: PretrainedConfig, plan: AdapterPlan) -> None:
                 hint=f'set "adapter.exclude_modules": ["{entered[-1].rpartition(".")[2]}"]',
             ) from error
     remember("verdicts", asked, True)
-
-
-def _settings(plan: AdapterPlan) -> str:
-    """The settings that decide how an adapter's modules run."""
-    config = plan.lora_config
-    return repr((plan.modules, plan.parameters, plan.saved_modules, config.use_dora, config.bias))
 
 
 def _fresh(plan: AdapterPlan) -> AdapterPlan:

@@ -18,7 +18,7 @@ import torch
 from hetero_framework.config import TrainingConfig
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.shard import Shard
-from hetero_framework.models.cut.side import Bundle, Form, Side, described, shown_form
+from hetero_framework.models.cut.side import Bundle, Form, described, shown_form
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly
 from hetero_framework.models.sizing.footprint import Setting, bundle_at
 
@@ -36,8 +36,11 @@ class SideTensorChecks:
 
     def __init__(self, shard: Shard, training: TrainingConfig) -> None:
         self._sides, self._block = shard.entering, shard.range.start
-        self.trained = tuple(_is_trained(shard, side) for side in self._sides)
         plan = shard.adapter.plan if shard.adapter is not None else None
+        self.trained = tuple(
+            bool(side.weights) if plan is None else plan.trains(side.weights)
+            for side in self._sides
+        )
         # LoRA's update has the type of the output that it is added to.
         plan = plan if plan is not None and plan.saved_modules else None
         half = torch.float16 if training.fp16 else None
@@ -136,9 +139,3 @@ def _axis(sizes: Sequence[int]) -> _Axis | None:
     axis = _Axis(here - by_rows * r - by_tokens * t - both * r * t, by_rows, by_tokens, both)
     fits = all(axis(*probe) == size for probe, size in zip(_PROBES, sizes, strict=True))
     return axis if fits else None
-
-
-def _is_trained(shard: Shard, side: Side) -> bool:
-    if shard.adapter is not None:
-        return shard.adapter.plan.trains(side.weights)
-    return bool(side.weights)
