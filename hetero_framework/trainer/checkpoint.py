@@ -188,8 +188,14 @@ class CheckpointStore:
 
     def _latest(self) -> CheckpointReader:
         problems = []
-        for name in self._almost():
-            _log.warning("ignored %s in %s: a checkpoint is called step_<number>", name, self.root)
+        try:
+            names = sorted(path.name for path in self.root.iterdir())
+        except OSError:  # `paths` reports what is wrong
+            names = []
+        for name in names:
+            if _ALMOST.fullmatch(name) and not _NAME.fullmatch(name):
+                text = "ignored %s in %s: a checkpoint is called step_<number>"
+                _log.warning(text, name, self.root)
         # Steps without a manifest too, since each step that is passed over is reported.
         parsed = (_parsed(path.name) for path in self.paths())
         for step in sorted({step for step, kind in parsed if kind in (None, "old")}, reverse=True):
@@ -207,14 +213,6 @@ class CheckpointStore:
             raise CheckpointError("; ".join(problems), hint=f"no valid checkpoint in {self.root}")
         hint = "start without a step to resume from, or point checkpoint_dir at the old run"
         raise CheckpointError(f"there is no checkpoint in {self.root}", hint=hint)
-
-    def _almost(self) -> list[str]:
-        """Names in the directory that a person may take for a checkpoint's name."""
-        try:
-            names = sorted(path.name for path in self.root.iterdir())
-        except OSError:  # `paths` reports what is wrong
-            return []
-        return [name for name in names if _ALMOST.fullmatch(name) and not _NAME.fullmatch(name)]
 
     def open(self, step: int) -> CheckpointReader:
         """Open checkpoint `step`: manifest and sizes are checked now, hashes on first use. Raises

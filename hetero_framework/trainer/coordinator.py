@@ -357,10 +357,13 @@ class Coordinator:
         }[training.logging_strategy]
         is_resumed = checkpoint is not None
         goes_on = is_resumed and self._is_continued
+        measures = self._objective.shown
+        if self._data.mixture is not None:
+            measures = (*measures, *self._data.mixture.metric_names)
         run = RunStart(
             *(self._placed, self._cluster.run_id, total, logging_steps, is_resumed, goes_on),
             unit=self._objective.unit,
-            measures=(*self._objective.shown, *self._source_metrics()),
+            measures=measures,
         )
         self._epoch = self._epoch_before(self._state)
         self._tell(Observer.begin, self._state, run, self._due)
@@ -624,7 +627,7 @@ class Coordinator:
         due, every = self._due, self._data.steps_per_epoch
         if rest := -self._state.position % every or every * due.is_given_up:
             due.is_given_up = False
-            self._state = self._state.after_jump(rest)
+            self._state = replace(self._state, jumped=self._state.jumped + rest)
             self._checkpoints.begin(self._state)
 
     def _epoch_before(self, state: TrainState) -> float:
@@ -828,10 +831,6 @@ class Coordinator:
             self._cluster.retrying(self._cluster.pipeline.abort)
             self._stop_early()
         self._tell(Observer.sampled, self._state, samples)
-
-    def _source_metrics(self) -> tuple[str, ...]:
-        mixture = self._data.mixture
-        return () if mixture is None else mixture.metric_names
 
     def _measured(self, most: int | None = None) -> dict[str, float]:
         """Metrics of the micro-batches computed last: the objective's, and losses by data source.

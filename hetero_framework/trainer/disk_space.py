@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from pathlib import Path
 
 from hetero_framework.config import TrainingConfig, interval
 from hetero_framework.trainer.checkpoint import CheckpointStore
@@ -27,7 +26,8 @@ def warn_of_a_small_disk(prepared: Prepared, store: CheckpointStore, done: int) 
     nbytes = sum(memory.gradients + memory.states for memory in prepared.memory)
     needed = nbytes * max(most - there, 2)
     try:
-        free = shutil.disk_usage(_existing(store.root)).free
+        folders = (store.root, *store.root.absolute().parents)
+        free = shutil.disk_usage(next(path for path in folders if path.exists())).free
     except OSError as error:
         _log.warning("the free space for checkpoints in %s is not known: %s", store.root, error)
         return
@@ -49,7 +49,3 @@ def checkpoints_at_once(training: TrainingConfig, total_steps: int, steps_per_ep
     saves = math.ceil(total_steps / every)  # the last one is at the end, whatever the interval
     limit = training.save_total_limit
     return max(2, saves if limit is None else min(saves, limit + 1))
-
-
-def _existing(directory: Path) -> Path:
-    return next(path for path in (directory, *directory.absolute().parents) if path.exists())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from hetero_framework import registry
 from hetero_framework.cluster.cluster import Cluster, MachineFacts
-from hetero_framework.config import Config, StageSpec, with_saved_plan
+from hetero_framework.config import Config, with_saved_plan
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.engine.schedule.simulator import Profile
 from hetero_framework.errors import PeerLostError
@@ -39,13 +39,9 @@ class PlanChange:
 
     @property
     def layers(self) -> str:
-        """The layers of each process, in words."""
-        return layers_of(self.prepared.config.plan.stages)
-
-
-def layers_of(stages: Sequence[StageSpec]) -> str:
-    """The layers of each process: "layers 0-3 on coordinator, no layers on worker 1"."""
-    return ", ".join(f"{stage.layers} on {stage.process}" for stage in stages)
+        """The layers of each process: "layers 0-3 on coordinator, no layers on worker 1"."""
+        stages = self.prepared.config.plan.stages
+        return ", ".join(f"{stage.layers} on {stage.process}" for stage in stages)
 
 
 class Plans:

@@ -38,10 +38,6 @@ class TrainState:
         """The next step of the data."""
         return self.step + self.jumped
 
-    def after_jump(self, steps: int) -> TrainState:
-        """The state with `steps` more of the data left out."""
-        return replace(self, jumped=self.jumped + steps)
-
     def after(self, outcome: StepOutcome, tokens: int) -> TrainState:
         """The state after a step of `tokens` tokens."""
         commits, scale, is_fault = outcome.commits, self.loss_scale, outcome.skip == "non-finite"
