@@ -6,7 +6,7 @@ One thread uses a `StageHost`. Tensors that leave the stages go to its `StepSink
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -28,10 +28,10 @@ from hetero_framework.engine.boundary_io import (
 from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.expectation import Expectation
 from hetero_framework.engine.hosts import BatchInputs, Host
-from hetero_framework.engine.out_of_memory import explained
+from hetero_framework.engine.out_of_memory import explaining
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.state_snapshot import digest
-from hetero_framework.errors import ProtocolError, is_out_of_memory
+from hetero_framework.errors import ProtocolError
 
 
 class StageHost(Host):
@@ -309,16 +309,9 @@ class StageHost(Host):
             for index, figures in self._executor.statistics().items()
         }
 
-    @contextmanager
-    def _explaining(self, where: str, info: api.StepInfo | None) -> Iterator[None]:
-        """A lack of memory within is raised as the error of `explained`."""
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            attempt = None if info is None else (info.step, info.attempt)
-            raise explained(where, error, self._device, attempt) from error
+    def _explaining(self, where: str, info: api.StepInfo | None) -> AbstractContextManager[None]:
+        attempt = None if info is None else (info.step, info.attempt)
+        return explaining(where, self._device, attempt)
 
     def is_running(self, step: int, attempt: int) -> bool:
         """Whether this attempt has begun here and is not forgotten."""

@@ -43,11 +43,7 @@ from hetero_framework.trainer import outputs, setup, skipped_step
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.disk_space import warn_of_a_small_disk
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
-from hetero_framework.trainer.metrics import (
-    SPEED,
-    metric_name,
-    stage_lines,
-)
+from hetero_framework.trainer.metrics import METRICS_FILE, SPEED, metric_name, stage_lines
 from hetero_framework.trainer.observers import (
     Due,
     EventLog,
@@ -872,7 +868,10 @@ class Coordinator:
         self._is_finished = True
         self._keep_spans()
         self._tell(Observer.exported, self._state)
-        files = outputs.result_files(self._config, result)
+        output = self._config.output_dir
+        found = {result.name: result, "metrics": output / METRICS_FILE}
+        found["checkpoints"] = self._config.checkpoints
+        files = {label: path for label, path in found.items() if path.exists()}
         told = {**outputs.what_next(self._prepared, files), **self._observers.leave()}
         files |= {label: path for label, path in told.items() if isinstance(path, Path)}
         shown: dict[str, str | Path] = {**files, **told}
@@ -880,7 +879,6 @@ class Coordinator:
         losses = tuple(loss for _, loss in self._losses)
         store = self._directories.store
         best = store.root / f"step_{store.best_step}" if store.has(store.best_step) else None
-        output = self._config.output_dir
         return RunSummary(self._state.step, losses, files, self._metrics, best, output)
 
     def _save_at_the_end(self) -> None:

@@ -436,13 +436,6 @@ def _hub_names(config: Config, spec: str | tuple[str, ...]) -> list[str]:
     return [source.name for source in sources if source.kind == "hub" and is_hub_name(source.name)]
 
 
-def result_files(config: Config, result: Path) -> dict[str, Path]:
-    """Labels and paths of what a run leaves, without its observers' files."""
-    files = {result.name: result, "metrics": config.output_dir / METRICS_FILE}
-    files["checkpoints"] = config.checkpoints
-    return {label: path for label, path in files.items() if path.exists()}
-
-
 def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
     """Next steps for a run's results: a label, and a command or a line of Python."""
     config = prepared.config
