@@ -52,14 +52,18 @@ from hetero_framework.models.cut.shard import config_dtype
 from hetero_framework.models.cut.tiny import stock_class
 from hetero_framework.models.files.card import TAGS, base_facts, code, is_hub_name, model_card
 from hetero_framework.models.files.export import (
-    MODEL_WEIGHTS,
     OutputDirectory,
     align_tokens,
     weights_beside,
     write_adapter,
     write_checkpoint,
 )
-from hetero_framework.models.files.weights import Checkpoint, as_loaded, whole_model
+from hetero_framework.models.files.weights import (
+    SINGLE_FILE,
+    Checkpoint,
+    as_loaded,
+    whole_model,
+)
 from hetero_framework.repository import CONFIG, resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
 from hetero_framework.trainer.metrics import METRICS_FILE
@@ -444,7 +448,7 @@ def what_next(prepared: Prepared, files: Mapping[str, Path]) -> dict[str, str]:
     load = f"{stock_class(as_saved(prepared.model_config)).__name__}.from_pretrained"
     steps = {}
     family = family_of(prepared.model_config)
-    if family is not None and (line := family.loading(Path(result, MODEL_WEIGHTS))) is not None:
+    if family is not None and (line := family.loading(Path(result, SINGLE_FILE))) is not None:
         steps["to load it"] = line
     elif prepared.adapter_plan is None:
         steps["to load it"] = f"{load}({str(result)!r})"

@@ -129,10 +129,6 @@ class ModelStructure:
     def num_layers(self) -> int:
         return len(self.forms)
 
-    def next_running(self, block: int) -> int | None:
-        """The first block from this one on that runs."""
-        return next((k for k in self.running if k >= block), None)
-
     @property
     def width_factor(self) -> int:
         """The last size of a hidden state, as a multiple of the hidden size."""

@@ -788,8 +788,7 @@ class Shard:
 
     def _take_out(self) -> None:
         """Have outgoing tensors collected at the entries of absent blocks behind this shard's."""
-        end = self._whole.structure.next_running(self.range.end)
-        assert end is not None
+        end = next(k for k in self._whole.structure.running if k >= self.range.end)
         places: dict[int, list[tuple[int, Way]]] = {end: []}
         for number, side in enumerate(self._leaving_sides, 1):
             if side not in self.entering and side.places[-1][0] < len(self._blocks):

@@ -38,7 +38,7 @@ from hetero_framework.errors import CheckpointError, ModelError, ResourceError, 
 from hetero_framework.models.adapters.adapter_plan import ADAPTER_WEIGHTS, PEFT_TASKS, AdapterPlan
 from hetero_framework.models.cut.family import as_saved, family_of
 from hetero_framework.models.cut.language import meta_model, model_class, towers
-from hetero_framework.models.files.weights import checkpoint_form
+from hetero_framework.models.files.weights import INDEX_FILE, SINGLE_FILE, checkpoint_form
 from hetero_framework.models.library import briefly, quiet_library
 
 if TYPE_CHECKING:
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
 
-MODEL_WEIGHTS = "model.safetensors"
-MODEL_INDEX = "model.safetensors.index.json"
 CARD = "README.md"
 EXPORT_LIST = "hetero_export.json"  # in every artefact: the names of its files
 MAX_FILE_BYTES = 1 << 30  # of one weight file, which the writer holds in memory
@@ -309,7 +307,7 @@ class _WeightFiles:
         self._flush()
         count = len(self._files)
         if count == 1:
-            self._temporary(0).rename(self._folder / MODEL_WEIGHTS)
+            self._temporary(0).rename(self._folder / SINGLE_FILE)
             return
         weight_map = {}
         for number, keys in enumerate(self._files):
@@ -319,7 +317,7 @@ class _WeightFiles:
         sizes = {"total_parameters": self._total_parameters, "total_size": self._total_bytes}
         index = {"metadata": sizes, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (self._folder / MODEL_INDEX).write_text(text, encoding="utf-8")
+        (self._folder / INDEX_FILE).write_text(text, encoding="utf-8")
 
     def _flush(self) -> None:
         path = self._temporary(len(self._files))

@@ -44,7 +44,6 @@ def test_blocks_that_text_does_not_reach_may_stand_anywhere(cuts: list[int]) -> 
     config = tiny_config("mllama")
     structure = introspect(config)
     assert (structure.running, structure.num_layers) == ((0, 1, 2, 4, 5), 6)
-    assert [structure.next_running(k) for k in (3, 5, 6)] == [4, 5, None]
     result = compare(config, ranges_between([0, *cuts, 6]))
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
