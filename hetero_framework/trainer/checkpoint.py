@@ -51,7 +51,6 @@ _NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})(?:\.(tmp|old|trash))?")
 _ALMOST = re.compile(r"(?i)(step|checkpoint)[-_ ]?[-+0-9].*")
 _FILE_NAME = re.compile(r"stage-[0-9]+\.[0-9]+\.safetensors")
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
-_HASH_CHUNK = 4 * 2**20
 
 _log = logging.getLogger(__name__)
 
@@ -490,11 +489,8 @@ def _separate(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(content: dict[str, Any]) -> str:
