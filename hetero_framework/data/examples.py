@@ -137,7 +137,8 @@ class ExamplesBuilder:
         self._ids = array("i")
         self._trained = bytearray()
         self._ends = array("q", [0])
-        self._targets: list[Sequence[float]] = []
+        self.targets: list[Sequence[float]] = []
+        """The targets of each example, equally many; empty for examples without any."""
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -147,15 +148,10 @@ class ExamplesBuilder:
         self._trained.extend(trained)
         self._ends.append(len(self._ids))
 
-    def add_targets(self, targets: Sequence[float]) -> None:
-        """Add the targets of one example. All examples have equally many."""
-        if targets:
-            self._targets.append(targets)
-
     def build(self) -> Examples:
         return Examples(
             ids=np.array(self._ids, dtype=np.int32),
             trained=np.array(self._trained, dtype=np.bool_),
             offsets=np.array(self._ends, dtype=np.int64),
-            targets=np.array(self._targets, np.float32) if self._targets else None,
+            targets=np.array(self.targets, np.float32) if self.targets else None,
         )

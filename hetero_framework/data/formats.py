@@ -352,9 +352,6 @@ class Formatter:
             dialogues.append(replace(prompt, messages=prompt.messages + answer.messages))
         return prompt, dialogues
 
-    def _tokens(self, records: list[Record]) -> list[Tokens]:
-        return [self._tokenised(record) for record in records]
-
     def _tokenised(self, record: Record) -> Tokens:
         """An example that is tokenised already. Raises DataError for one whose parts do not fit."""
         given = {
@@ -418,9 +415,6 @@ class Formatter:
         mask = self._completion_mask(prompt_ids, ids)
         return ids, [a and b for a, b in zip(mask, assistant, strict=True)]
 
-    def _messages(self, records: list[Record]) -> list[Tokens]:
-        return [self._whole(record) for record in records]
-
     def _whole(self, record: Record) -> Tokens:
         names = [name for name in _MESSAGES if record.fields.get(name) is not None]
         self.use(record, *_MESSAGES, *CONVERSATION_FIELDS)
@@ -482,9 +476,9 @@ class Formatter:
 _FORMATS: dict[str, Callable[[Formatter, list[Record]], list[Tokens]]] = {
     "text": Formatter._text,
     "prompt_completion": Formatter._prompt_completion,
-    "messages": Formatter._messages,
+    "messages": lambda formatter, records: [formatter._whole(record) for record in records],
     "alpaca": Formatter._alpaca,
-    "tokens": Formatter._tokens,
+    "tokens": lambda formatter, records: [formatter._tokenised(record) for record in records],
 }
 
 

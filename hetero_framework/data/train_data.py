@@ -510,7 +510,8 @@ class Reader:
         with TokenizersErrors(), display(f"tokenising data.{name}") as show:
             while batch := list(islice(records, _CHUNK)):
                 for _, rows, targets in self.kept(batch, formatter, counts, packs):
-                    builder.add_targets(targets)
+                    if targets:
+                        builder.targets.append(targets)
                     for row in rows:
                         builder.add(*row)
                 show(f"{counts['read']:,} examples")

@@ -102,7 +102,9 @@ def _decoded(coded: Coded, parts: list[torch.Tensor], device: Device) -> torch.T
     if device.is_async and can_code(device):
         return codec.decode(device.copies_in(parts), coded.shape, dtype)
     decoded = codec.decode(parts, coded.shape, dtype)
-    return device.copy_in(decoded.clone() if _shares(decoded, parts) else decoded)
+    memory = decoded.untyped_storage().data_ptr()
+    shares = any(part.untyped_storage().data_ptr() == memory for part in parts)
+    return device.copy_in(decoded.clone() if shares else decoded)
 
 
 def inputs_in(device: Device, inputs: Tensors) -> Tensors:
@@ -129,11 +131,6 @@ def move_in(device: Device, unpacked: Arrival | Tensors) -> Arrival | Tensors:
 def can_code(device: Device) -> bool:
     """Whether codecs can run on the device: they need bfloat16. Otherwise they run on the CPU."""
     return bool(device.supports(torch.bfloat16))
-
-
-def _shares(tensor: torch.Tensor, parts: list[torch.Tensor]) -> bool:
-    memory = tensor.untyped_storage().data_ptr()
-    return any(part.untyped_storage().data_ptr() == memory for part in parts)
 
 
 class BoundaryIO:

@@ -178,7 +178,17 @@ class StageHost(Host):
             failpoints.hit("norms")
             for stage in self.stages:
                 gradients[stage.index] = stage.report_gradients()
-        return api.HostReport(gradients, self._figures())
+        arrivals, peak = self._meter.take(), self._device.peak_memory()
+        figures = {
+            index: replace(
+                counted,
+                peak_memory_bytes=peak,
+                arrive_forward_s=arrivals["forward"].get(index, 0.0),
+                arrive_backward_s=arrivals["backward"].get(index, 0.0),
+            )
+            for index, counted in self._executor.statistics().items()
+        }
+        return api.HostReport(gradients, figures)
 
     def commit(self, order: m.Commit, tied_weights: api.Tensors | None = None) -> api.Tensors:
         """Commit, or change nothing when repeated. Raises ProtocolError without the gradients."""
@@ -296,18 +306,6 @@ class StageHost(Host):
     def close(self) -> None:
         self.expectation.close()
         self._io.close()
-
-    def _figures(self) -> dict[int, m.StageFigures]:
-        arrivals, peak = self._meter.take(), self._device.peak_memory()
-        return {
-            index: replace(
-                figures,
-                peak_memory_bytes=peak,
-                arrive_forward_s=arrivals["forward"].get(index, 0.0),
-                arrive_backward_s=arrivals["backward"].get(index, 0.0),
-            )
-            for index, figures in self._executor.statistics().items()
-        }
 
     def _explaining(self, where: str, info: api.StepInfo | None) -> AbstractContextManager[None]:
         attempt = None if info is None else (info.step, info.attempt)
