@@ -13,7 +13,6 @@ import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,7 +70,24 @@ class ChainConfig(PretrainedConfig):
 
     def learn(self) -> Iterator[BundleForms]:
         """See `bundles`."""
-        return _learned(self)
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+            chain = made(self.chain)
+            value = part_of(examples(self, _PROBE_ROWS), INPUT)
+            yield _forms(value)
+            before = "what an example of the data set has"
+            for name, child in zip(chain._modules, chain, strict=True):
+                where = f"child {name} ({type(child).__name__}) of the chain {self.chain!r}"
+                forms = ", ".join(
+                    f"{key} {shown_form(*form)}".lstrip() for key, form in _forms(value).items()
+                )
+                refusal = f"{where} does not take {forms}, {before}"
+                with control.users_code(refusal, ArchitectureError, failures=LIBRARY_ERRORS):
+                    value = child(value)
+                check_value(value, where)
+                yield _forms(value)
+                before = f"what child {name} returns for an example"
 
     def users_name(self, child: str, rest: str) -> str:
         """The name that a child's tensor has in the result."""
@@ -155,40 +171,14 @@ def bundles(config: ChainConfig) -> tuple[BundleForms, ...]:
     key = config.to_json_string()
     if key not in _known:
         talk = logging.getLogger("torch._subclasses.fake_tensor")  # a traceback for each refusal
-        with warnings.catch_warnings(), _silent(talk):
-            warnings.simplefilter("ignore")
-            _known[key] = tuple(config.learn())
+        before, talk.disabled = talk.disabled, True
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                _known[key] = tuple(config.learn())
+        finally:
+            talk.disabled = before
     return _known[key]
-
-
-@contextmanager
-def _silent(talk: logging.Logger) -> Iterator[None]:
-    before, talk.disabled = talk.disabled, True
-    try:
-        yield
-    finally:
-        talk.disabled = before
-
-
-def _learned(config: ChainConfig) -> Iterator[BundleForms]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
-        chain = made(config.chain)
-        value = part_of(examples(config, _PROBE_ROWS), INPUT)
-        yield _forms(value)
-        before = "what an example of the data set has"
-        for name, child in zip(chain._modules, chain, strict=True):
-            where = f"child {name} ({type(child).__name__}) of the chain {config.chain!r}"
-            forms = ", ".join(
-                f"{key} {shown_form(*form)}".lstrip() for key, form in _forms(value).items()
-            )
-            refusal = f"{where} does not take {forms}, {before}"
-            with control.users_code(refusal, ArchitectureError, failures=LIBRARY_ERRORS):
-                value = child(value)
-            check_value(value, where)
-            yield _forms(value)
-            before = f"what child {name} returns for an example"
 
 
 def examples(config: ChainConfig, rows: int) -> dict[str, Tensor]:

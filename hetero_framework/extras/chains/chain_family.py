@@ -1,11 +1,14 @@
-"""Chains as a family of models."""
+"""Chains as a family of models, and the comparison of a cut chain with the whole."""
 
 from __future__ import annotations
 
 import platform
+import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -13,26 +16,41 @@ from hetero_framework import control
 from hetero_framework.config import Config, ModelConfig
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.extras.chains.chain import (
+    INPUT,
     ChainConfig,
     ChainModel,
     bundles,
     child_flops,
+    examples,
     made,
+    members,
     modules_of,
+    part_of,
     statistics,
 )
-from hetero_framework.extras.chains.chain_equivalence import chain_problem
 from hetero_framework.extras.chains.chain_shard import ChainShard, build_chain
 from hetero_framework.extras.chains.settings import ChainSettings
 from hetero_framework.extras.chains.tensor_data import OwnExamples
 from hetero_framework.models.cut.family import Family
 from hetero_framework.models.cut.introspect import BlockForm, ModelStructure
 from hetero_framework.models.cut.language import on_meta
-from hetero_framework.models.cut.side import Form, Side
+from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.cut.side import (
+    Bundle,
+    Form,
+    Side,
+    as_leaves,
+    crossing,
+    differentiate,
+    gradients_of,
+    returning,
+)
 from hetero_framework.models.cut.tiny import PROBE_ROWS
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly
+from hetero_framework.models.rng import seed_cpu
 from hetero_framework.models.verify.equivalence import Comparison, Verdict
 
+_ROWS = 2
 _LOAD = """from safetensors.torch import load_file
 
 chain = ...  # {} of the file that it was trained with
@@ -142,6 +160,84 @@ def forms_of(model: ModelConfig) -> dict[str, Any]:
             hint="add --import FILE.py, with the data set, to the command",
         )
     return dict(forms)
+
+
+def chain_problem(config: ChainConfig, ranges: Sequence[ShardRange]) -> str | None:
+    """The first result of the cut chain that is not bit-equal to the whole chain's; None where all
+    are. Raises what `build_chain` and the user's code raise."""
+    batch = examples(config, _ROWS)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seed_cpu(0)
+        for tensor in batch.values():
+            if tensor.is_floating_point():
+                tensor.normal_()
+        seed_cpu(0)
+        expected = _of_whole(config, batch)
+        cpu = torch.device("cpu")
+        shards = [build_chain(config, r, dtype=torch.float32, device=cpu, seed=0) for r in ranges]
+        try:
+            actual = _of_shards(shards, batch, bundles(config)[-1])
+        except ArchitectureError:
+            raise
+        except (ModelError, *LIBRARY_ERRORS) as error:
+            return f"a part does not run alone ({briefly(error)}): something goes around the cut"
+    for name, value in expected.items():
+        if (own := actual.get(name)) is None or not torch.equal(own, value):
+            return f"{name} differs from that of the whole"
+    return None
+
+
+def _of_whole(config: ChainConfig, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The whole chain's outputs, gradients and statistics, by name."""
+
+    def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        parts = ((name.partition("."), tensor) for name, tensor in tensors.items())
+        return {config.users_name(child, rest): tensor for (child, _, rest), tensor in parts}
+
+    whole = config.whole(_enter)
+    left = members(whole.float().train()(part_of(batch, INPUT)))
+    differentiate(tuple(left.values()), _ones(tuple(left.values())))
+    gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    return _named(left, renamed(gradients)) | renamed(statistics(whole))
+
+
+def _enter(place: int | str) -> None:
+    if isinstance(place, int):
+        seed_cpu(place)
+
+
+def _of_shards(
+    shards: Sequence[ChainShard], batch: dict[str, Tensor], names: Iterable[str]
+) -> dict[str, Tensor]:
+    crossed: list[tuple[Bundle, Bundle]] = []
+    left: Bundle = ()
+    for shard in shards:
+        shard.train()
+        shard.on_enter = _enter
+        received = as_leaves(crossing(left)) if left else left
+        left = shard.forward(batch, received)
+        crossed.append((received, left))
+    outputs, gradients = dict(zip(names, left, strict=True)), _ones(left)
+    for received, left in reversed(crossed):
+        differentiate(left, gradients)
+        gradients = gradients_of(received)
+    found = _named(outputs, {})
+    for shard in shards:
+        trained = shard.model.named_parameters()
+        own = {name: p.grad for name, p in trained if p.grad is not None}
+        found |= _named({}, shard.model.users_names(own))
+        found |= shard.model.users_names(shard.statistics)
+    return found
+
+
+def _named(outputs: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {f"the output {name}".strip(): tensor.detach() for name, tensor in outputs.items()}
+    return found | {f"the gradient of {name}": tensor for name, tensor in gradients.items()}
+
+
+def _ones(left: Bundle) -> Bundle:
+    return tuple(torch.ones_like(tensor) for tensor in returning(left))
 
 
 CHAINS = Chains()
