@@ -83,7 +83,11 @@ class ChainShard(Shard):
 
     def forward(self, inputs: Inputs, received: Bundle, cache: Any = None) -> Bundle:
         """The output of the last child here."""
-        value = self._value(inputs, received)
+        if self.range.is_first:
+            value = part_of(inputs, INPUT)
+        else:
+            names = self._bundles[self.range.start]
+            value = joined(dict(zip(names, as_inner(received), strict=True)))
         for index in range(self.range.start, self.range.end):
             if self._recomputes and self.model.training and torch.is_grad_enabled():
                 value = cast(Value, self._checkpointed(index, value))
@@ -114,12 +118,6 @@ class ChainShard(Shard):
     @property
     def _bundles(self) -> Any:
         return bundles(cast(ChainConfig, self.config))
-
-    def _value(self, inputs: Inputs, received: Bundle) -> Value:
-        if self.range.is_first:
-            return part_of(inputs, INPUT)
-        names = self._bundles[self.range.start]
-        return joined(dict(zip(names, as_inner(received), strict=True)))
 
     def _child(self, index: int, value: Value) -> Value:
         if self.on_enter is not None:
