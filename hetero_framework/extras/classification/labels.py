@@ -187,7 +187,10 @@ class _Seen:
         for value in label if is_list else [label]:
             if self.of_tokens and value == IGNORE_INDEX:
                 continue
-            kind = self._kind(value)
+            if isinstance(value, str) or (isinstance(value, ClassNumber) and not self.measures):
+                kind = "name"
+            else:
+                kind = "measure" if isinstance(value, float) and not self.of_tokens else "number"
             self.kinds.add(f"{kind}s" if is_list and not self.of_tokens else kind)
             if isinstance(value, str):
                 self.names.add(value)
@@ -200,11 +203,6 @@ class _Seen:
             raise DataError(f"{record.where}: {name} is of another kind than before", hint=_HINT)
         if "" in self.names:
             raise DataError(f"{record.where}: {name} is empty", hint=_HINT)
-
-    def _kind(self, value: Any) -> str:
-        if isinstance(value, str) or (isinstance(value, ClassNumber) and not self.measures):
-            return "name"
-        return "measure" if isinstance(value, float) and not self.of_tokens else "number"
 
 
 def _listed(names: Sequence[str]) -> str:
