@@ -223,11 +223,10 @@ class Conversion:
 
     def _context(self, to: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of training beside which the settings `to` of a key are checked."""
-        found: dict[str, Any] = {
-            "eval_strategy": "steps"
-        }  # whether anything is evaluated shows at the end
-        found["objective"] = {**self.settings, **to}.get("training.objective", "sft")
-        if found.get("objective") == "kto":
+        objective = {**self.settings, **to}.get("training.objective", "sft")
+        # Whether anything is evaluated shows at the end.
+        found: dict[str, Any] = {"eval_strategy": "steps", "objective": objective}
+        if objective == "kto":
             found |= {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 2}
         return found
 
@@ -427,14 +426,10 @@ def _containers(program: str) -> frozenset[str]:
     return frozenset(outer - own - _SECTIONS.keys())
 
 
-def marks(keys: Mapping[str, Any]) -> dict[str, int]:
-    """For each program, how many of the keys that mark it are in `keys`."""
-    return {p: sum(mark in keys for mark in _table(p)["marks"].split()) for p in PROGRAMS}
-
-
 def program_of(keys: Mapping[str, Any], name: str) -> str:
     """The program whose keys these are. Raises UserError where that cannot be told."""
-    found = marks(keys)
+    # How many of the keys that mark a program are here.
+    found = {p: sum(mark in keys for mark in _table(p)["marks"].split()) for p in PROGRAMS}
     best = max(found, key=lambda program: found[program])
     if "shard_plan" in keys or not found[best]:
         hint = f"its keys are {', '.join(keys) or 'none'}"
