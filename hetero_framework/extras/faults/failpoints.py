@@ -168,7 +168,14 @@ class Failpoints:
                 point.told = True
                 sys.stderr.write(f"failpoint {point.text} fires in {self._process}\n")
                 sys.stderr.flush()
-            self._act(point, tensor)
+            if point.action == "slow":
+                now = time.perf_counter()
+                since = self._last.get(threading.get_ident(), now)
+                time.sleep((float(point.value or 2) - 1) * (now - since))
+            elif point.action == "inf":
+                tensor.data.fill_(float("inf"))
+            else:
+                ACTIONS[point.action](point.value)
         self._last[threading.get_ident()] = time.perf_counter()
 
     def _claim(self, point: _Failpoint) -> bool:
@@ -184,16 +191,6 @@ class Failpoints:
         except FileExistsError:
             return False
         return True
-
-    def _act(self, point: _Failpoint, tensor: Any) -> None:
-        if point.action == "slow":
-            now = time.perf_counter()
-            since = self._last.get(threading.get_ident(), now)
-            time.sleep((float(point.value or 2) - 1) * (now - since))
-        elif point.action == "inf":
-            tensor.data.fill_(float("inf"))
-        else:
-            ACTIONS[point.action](point.value)
 
 
 def _parse(text: str) -> _Failpoint:
