@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.extras.host_memory import admission
+from hetero_framework.extras.host_memory import residence
 from hetero_framework.extras.host_memory.streamed_layers import StreamedLayers
 from hetero_framework.models.cut.shard import Shard
 from hetero_framework.models.cut.tiny import tiny_config
@@ -13,7 +13,7 @@ from hetero_framework.models.cut.tiny import tiny_config
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3n_text", "gpt_oss", "data2vec-text"])
 def test_architectures_with_side_tensors_experts_or_other_norms_pass(name: str) -> None:
-    assert admission.try_streaming(tiny_config(name)) == ""
+    assert residence.try_streaming(tiny_config(name)) == ""
 
 
 @pytest.mark.parametrize("recomputed", [0, 2])
@@ -34,6 +34,6 @@ def test_layers_that_are_overwritten_too_early_are_seen(
 
     monkeypatch.setattr(Shard, "recompute_blocks", noting)
     monkeypatch.setattr(StreamedLayers, "_use", early)
-    monkeypatch.setattr(admission, "recall", lambda *_: None)
+    monkeypatch.setattr(residence, "recall", lambda *_: None)
     with pytest.raises(ArchitectureError, match="cannot stay in host memory"):
-        admission.admit_streaming(tiny_config("llama"))
+        residence.admit_streaming(tiny_config("llama"))
