@@ -40,7 +40,6 @@ from hetero_framework.engine import boundary_io, wire_forms
 from hetero_framework.engine.expectation import Expectation
 from hetero_framework.engine.stage_api import Outcome, StepInfo
 from hetero_framework.extras.host_memory import (
-    feeder,
     optimizer_states,
     stored_inputs,
     streamed_layers,
@@ -154,19 +153,19 @@ MUTATIONS = (
     ),
     Mutation(
         "a buffer is filled before its copy is done",
-        feeder,
+        streamed_layers,
         "                copied.wait()\n",
         "",
     ),
     Mutation(
         "a copy of another thread does not wait for the work with what is there",
-        feeder,
+        streamed_layers,
         '"weights", after)',
         '"weights")',
     ),
     Mutation(
         "the beginning of a layer is taken for all of it",
-        feeder,
+        streamed_layers,
         "return ends[0], ends[-1]",
         "return ends[0], ends[1]",
     ),
@@ -498,8 +497,7 @@ def visiting_layers(device: Device) -> int:
     right = outcomes(entering, None, blocks)
     wrong, unpinned = 0, copy.copy(device)
     unpinned.pinned = lambda nbytes: None  # type: ignore[method-assign]
-    feeder._BUFFER_BYTES = 2000
-    streamed_layers.Feeder = feeder.Feeder  # a planted mistake makes it anew
+    streamed_layers._BUFFER_BYTES = 2000
     for memory in (device, unpinned):
         there = [copy.deepcopy(block).to(device.torch_device) for block in blocks]
         hosts = {k: streamed_layers.HostLayer(memory, block) for k, block in enumerate(there)}

@@ -273,7 +273,7 @@ BROAD = {
     "core/link.py": 3,
     "engine/boundary_io.py": 1,
     "trainer/coordinator.py": 1,
-    "extras/host_memory/feeder.py": 1,  # raised again in the thread that waits
+    "extras/host_memory/streamed_layers.py": 1,  # raised again in the thread that waits
     "extras/reporting/hub_upload.py": 1,
     "extras/reporting/predictions.py": 1,
 }

@@ -32,12 +32,7 @@ from hetero_framework.models.cut.shard import Shard, build_shard, load_model_con
 from hetero_framework.models.cut.tiny import probe_inputs, shrink
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 from hetero_framework.models.rng import seed_cpu
-from hetero_framework.models.verify.equivalence import (
-    deterministic,
-    gradients,
-    own_code,
-    question,
-)
+from hetero_framework.models.verify.equivalence import deterministic, gradients, own_code, question
 
 Load = Callable[[ShardRange, ReusableModules], Shard]
 

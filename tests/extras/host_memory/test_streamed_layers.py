@@ -6,13 +6,15 @@ import logging
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from hetero_framework.core.devices import Device, DeviceEvent
@@ -21,10 +23,10 @@ from hetero_framework.core.spans import AWAITED, WEIGHTS
 from hetero_framework.engine.loading import load_stages, take_apart
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo
-from hetero_framework.errors import ConfigError
-from hetero_framework.extras.host_memory.feeder import Feeder
+from hetero_framework.errors import ConfigError, HeteroError
+from hetero_framework.extras.host_memory import streamed_layers
 from hetero_framework.extras.host_memory.residence import HostMemory
-from hetero_framework.extras.host_memory.streamed_layers import HostLayer, StreamedLayers
+from hetero_framework.extras.host_memory.streamed_layers import Feeder, HostLayer, StreamedLayers
 from hetero_framework.models.cut.introspect import BlockForm
 from tests.extras.host_memory.stages import (
     LAYERS,
@@ -301,3 +303,51 @@ def test_a_layer_that_could_not_be_read_is_fetched_again(
         train(stages, steps=1, first=1)
     monkeypatch.setattr(Device, "queue_copies", copies)
     assert same(train(stages, steps=1, first=1), train(whole, steps=1, first=1))
+
+
+class Watched(Device):
+    """Notes the places of what is copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[int] = []
+
+    def queue_copies(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], stream: str, *after: DeviceEvent
+    ) -> tuple[DeviceEvent, DeviceEvent]:
+        self.read += [source.data_ptr() for _, source in pairs]
+        return super().queue_copies(pairs, stream, *after)
+
+
+def test_what_is_longer_than_its_buffers_comes_whole_and_the_thread_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streamed_layers, "_BUFFER_BYTES", 1000)
+    before = threading.active_count()
+    device = Watched()
+    feeding = Feeder(device)
+    sources = [torch.randint(0, 255, (n,), dtype=torch.uint8) for n in (1, 999, 1000, 4321)]
+    targets = [torch.zeros_like(source) for source in sources]
+    arrival = feeding.copy(list(zip(targets, sources, strict=True)), DeviceEvent())
+    streamed_layers.ends_of(arrival)[1].wait()
+    assert all(map(torch.equal, targets, sources))
+    # The next part is read while the last one is on its way.
+    assert len({*device.read}) == 2
+    assert all(a != b for a, b in pairwise(device.read))
+    feeding.close()
+    assert threading.active_count() == before
+
+
+def test_an_error_reaches_the_thread_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed_layers, "_LONGEST_S", 20.0)
+    feeding = Feeder(Device())
+    short, long = torch.zeros(4, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="must match"):
+        streamed_layers.ends_of(feeding.copy([(short, long)], DeviceEvent()))
+    feeding.close()
+
+
+def test_a_disk_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed_layers, "_LONGEST_S", 0.01)
+    with pytest.raises(HeteroError, match="could not be read"):
+        streamed_layers.ends_of(Future())
