@@ -98,11 +98,7 @@ class SummedGradients:
             with self._session.judging(member):
                 raise ProtocolError(wrong)
         (_, first), *rest = shares
-        total = first if not rest else first.to(_wide(first))
+        total = first if not rest else first.to(torch.promote_types(first.dtype, torch.float32))
         for _, share in rest:
             total = total + share.to(total.dtype)
         return total.to(first.dtype)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
