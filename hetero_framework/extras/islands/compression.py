@@ -28,12 +28,12 @@ _RAW_DEFLATE = -15  # zlib's wbits of a stream without header and checksum, whic
 
 
 class Compression:
-    """The encoder of one island's changes. `lost` holds the rounding errors so far, for a
-    checkpoint. An island that joins has none."""
+    """The encoder of one island's changes. `lost` holds the rounding errors so far. An island that
+    begins or joins has none."""
 
-    def __init__(self, kind: Kind, lost: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, kind: Kind) -> None:
         self._kind = kind
-        self.lost = dict(lost or {})
+        self.lost: dict[str, Tensor] = {}
         self._next_lost: dict[str, Tensor] = {}
 
     def pack(self, changes: Mapping[str, Tensor]) -> Packed:
@@ -41,7 +41,8 @@ class Compression:
         packed: Packed = {}
         for name, change in changes.items():
             meant = change + self.lost[name] if name in self.lost else change
-            packed[name] = _encode(meant, self._kind)
+            parts = _CODECS[self._kind].encode(meant)
+            packed[name] = [_deflated(parts[0]), parts[1]] if self._kind == "int8" else parts
             if self._kind != "none":
                 self._next_lost[name] = meant - _decode(packed[name], meant.shape, self._kind)
         return packed
@@ -64,11 +65,6 @@ def unpack(packed: Packed, like: Mapping[str, Tensor], kind: Kind) -> dict[str, 
 def packed_bytes(packed: Packed) -> int:
     """The number of bytes of all tensors that are sent."""
     return sum(tensor.nbytes for parts in packed.values() for tensor in parts)
-
-
-def _encode(change: Tensor, kind: Kind) -> list[Tensor]:
-    parts = _CODECS[kind].encode(change)
-    return [_deflated(parts[0]), parts[1]] if kind == "int8" else parts
 
 
 def _decode(parts: Sequence[Tensor], shape: torch.Size, kind: Kind) -> Tensor:
