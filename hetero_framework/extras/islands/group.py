@@ -297,8 +297,14 @@ class Group:
             with session.judging(name):
                 positions[name] = Position.of(received)
         source = source_of(positions)
-        if other := differing(positions[source].facts, position.facts):
-            self._refuse(source, other, positions)
+        ours, theirs = position.facts, positions[source].facts
+        if other := differing(theirs, ours):
+            key = other[0]
+            raise ConfigError(
+                f"island {session.me} does not train what island {source} does: {key} is"
+                f" {ours.get(key)!r} here, and {theirs.get(key)!r} there",
+                hint="the configurations of all islands must agree in all but machines and plan",
+            )
         return SessionStart(session, source, tuple(behind(positions, source)), positions)
 
     def _may_begin(self, joined: SessionStart) -> bool:
@@ -348,26 +354,14 @@ class Group:
             self._check()
             asked = self._ask()
             is_late = time.monotonic() - began > _MEET_S
-            if asked.done() and (is_late or not _gives(asked, view)):
+            if not asked.done():
+                return
+            # The answer may be this view, or a view of the same members.
+            if is_late or asked.exception() is not None or asked.result().key != view.key:
                 lacking = [*self._links.lacking, self._links.member.name]
                 raise MemberLost(lacking[0], "no link to it came up, and the members may be others")
 
         return check
-
-    def _refuse(self, source: str, keys: list[str], positions: Mapping[str, Position]) -> None:
-        """Raise ConfigError: this island's settings are not the group's."""
-        ours, theirs = positions[self._links.member.name].facts, positions[source].facts
-        key = keys[0]
-        raise ConfigError(
-            f"island {self._links.member.name} does not train what island {source} does: {key} is"
-            f" {ours.get(key)!r} here, and {theirs.get(key)!r} there",
-            hint="the configurations of all islands must agree in all but machines and plan",
-        )
-
-
-def _gives(asked: Future[View], view: View) -> bool:
-    """Whether the answer that has come is this view, or a view of the same members."""
-    return asked.exception() is None and asked.result().key == view.key
 
 
 def _settled(future: Future[Any], timeout_s: float) -> None:
