@@ -136,13 +136,12 @@ class IslandSession:
         self,
         name: str,
         number: int,
-        kind: ShareKind,
+        info: Mapping[str, Any],
         tensors: Mapping[str, Tensor] | None = None,
-        info: Mapping[str, Any] | None = None,
     ) -> None:
-        """Send this to one member, also when others have left: a decision holds for each member
-        that it reaches. Raises nothing."""
-        for message in _messages(number, kind, tensors, info, last=True):
+        """Send a decision to one member, also when others have left: it holds for each member that
+        it reaches. Raises nothing."""
+        for message in _messages(number, "decision", tensors, info, last=True):
             try:
                 self._links[name].send(message)
             except HeteroError as error:
@@ -332,7 +331,6 @@ class IslandLinks:
         process: str,
         access: Access,
         host: str,
-        port: int = 0,
         *,
         max_frame_bytes: int,
         liveness_s: float,
@@ -346,7 +344,7 @@ class IslandLinks:
         self._wrong: ProtocolError | None = None  # kept from a session that is over
         self._refused: dict[tuple[str, str], ProtocolError] = {}  # by name, process
         self._of: dict[Connection, tuple[IslandSession, str]] = {}
-        self._listener = Listener(host, port)
+        self._listener = Listener(host, 0)
         self._acceptor = Acceptor(access, self._greet)
         self._running = in_background(lambda: self._acceptor.run(self._listener), "island door")
         shown = f"[{host}]" if ":" in host else host

@@ -365,7 +365,7 @@ class OuterRounds(SummedSteps):
             }
             failpoints.hit("island-decision")
             for name in session.others:
-                session.try_send(name, number, "decision", info=decision)
+                session.try_send(name, number, decision)
                 failpoints.hit("island-told")
         else:
             failpoints.hit("island-vote")

@@ -220,7 +220,7 @@ class SummedSteps(ReplicaGroup):
             norm = norm.detach().to("cpu", torch.float32).clone()
             failpoints.hit("island-decision")
             for name in session.others:
-                session.try_send(name, number, "decision", {"norm": norm}, decision)
+                session.try_send(name, number, decision, {"norm": norm})
                 failpoints.hit("island-told")
         else:
             failpoints.hit("island-vote")

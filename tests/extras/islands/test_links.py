@@ -199,7 +199,7 @@ def test_a_decision_reaches_every_remaining_member(coast: Coast) -> None:
     b.close("it is gone")
     lost(a)
     for name in ("b", "c"):
-        a.try_send(name, 2, "decision", info={"commit": True})
+        a.try_send(name, 2, {"commit": True})
     while True:  # until it is here; that b has left is known before
         with suppress(MemberLost):
             assert receive(c, "a", "decision").info == {"commit": True}
