@@ -67,14 +67,7 @@ class Round:
 
     def state_dict(self) -> dict[str, Any]:
         dealt = {name: [list(part) for part in steps] for name, steps in self.dealt.items()}
-        return {
-            "base": self.base,
-            "dealt": dealt,
-            "last": self.last,
-            "synced": self.synced,
-            "done": self.done,
-            "committed": self.committed,
-        }
+        return {**vars(self), "dealt": dealt}
 
     @classmethod
     def load_state_dict(cls, state: Mapping[str, Any]) -> Round:
@@ -226,10 +219,7 @@ class OuterRounds(SummedSteps):
         """Begin a new round: all members deal the same steps."""
         session, island = self._present, self._island
         counts = round_steps(
-            island.sync_steps,
-            self._shares.of,
-            island.fragments,
-            island.delay_steps,
+            island.sync_steps, self._shares.of, island.fragments, island.delay_steps
         )
         base, total = self._ledger.count, self._prepared.data.total_steps
         dealt = self._ledger.deal(counts, total)
@@ -296,7 +286,8 @@ class OuterRounds(SummedSteps):
             if name == session.me:
                 weight, theirs = sending.tokens, packed
             else:
-                received = session.receive(number, "changes", name, _nothing)
+                # The thread that waits for the result heeds signals.
+                received = session.receive(number, "changes", name, lambda: None)
                 with session.judging(name):
                     weight, theirs = _weight(received.info, name), _unnumbered(received.tensors)
             with session.judging(name):
@@ -342,7 +333,7 @@ class OuterRounds(SummedSteps):
         assert round_ is not None
         done = first_steps(_after(self._dealt, round_.committed), round_.done - round_.committed)
         vote = {
-            "hash": _hash(after),
+            "hash": digest([StatePart(dict(after.weights), last=True)]),
             "steps": [list(part) for part in done],
             "seconds": self._busy_s / self._counted if self._counted else 0.0,
             "idle_s": time.monotonic() - began,
@@ -408,7 +399,8 @@ class OuterRounds(SummedSteps):
         ends = round_.synced == len(self._plan)
         # At the end the ledger counts: the steps of an island that left are dealt again.
         step = self._ledger.count if ends else state.step
-        self._tune(round_ if ends else None)
+        if ends:
+            self._tune()
         failpoints.hit("island-apply")
         self._give_back(after, agreed=round_.last)
         self._round = None if ends else round_
@@ -421,9 +413,7 @@ class OuterRounds(SummedSteps):
         _log.debug("fragment %d is synchronised", fragment)
         return state
 
-    def _tune(self, round_: Round | None) -> None:
-        if round_ is None:
-            return
+    def _tune(self) -> None:
         self._busy_s, self._counted = 0.0, 0
         if self._island.share == "auto":
             island, members = self._island, len(self._present.members)
@@ -577,10 +567,7 @@ def _refuse_other_weights(session: IslandSession, hashes: Mapping[str, Any]) -> 
     leader's are right. Raises MemberLost for them, or ProtocolError if the leader's are wrong."""
     counts, mine = Counter(map(str, hashes.values())), str(hashes[session.me])
     right = max(counts, key=lambda value: (counts[value], value == mine))
-    wrong = ProtocolError(
-        "it has come to other weights than the others",
-        hint=SAME_VERSION,
-    )
+    wrong = ProtocolError("it has come to other weights than the others", hint=SAME_VERSION)
     if mine != right:
         raise wrong
     for name in [name for name, value in hashes.items() if str(value) != right]:
@@ -626,11 +613,3 @@ def _unnumbered(tensors: Mapping[str, Tensor]) -> Packed:
     for key in sorted(tensors):
         packed.setdefault(key.partition("/")[2], []).append(tensors[key])
     return packed
-
-
-def _hash(fragment: OuterFragment) -> str:
-    return digest([StatePart(dict(fragment.weights), last=True)])
-
-
-def _nothing() -> None:
-    """No check in the background: the thread that waits for the result heeds signals."""
