@@ -36,8 +36,12 @@ from hetero_framework.extras.islands.ledger import Ledger, Steps, count_steps, f
 from hetero_framework.extras.islands.links import SAME_VERSION, IslandSession, check_finite
 from hetero_framework.extras.islands.outer import OuterFragment, weighted_mean
 from hetero_framework.extras.islands.shares import round_steps
-from hetero_framework.extras.islands.summed_steps import SummedSteps, seconds_in, seconds_of_all
-from hetero_framework.extras.islands.wait_times import for_others
+from hetero_framework.extras.islands.summed_steps import (
+    SummedSteps,
+    for_others,
+    seconds_in,
+    seconds_of_all,
+)
 from hetero_framework.trainer.replica_group import CountItems, StepPart
 from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState

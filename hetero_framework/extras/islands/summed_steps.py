@@ -35,7 +35,6 @@ from hetero_framework.extras.islands.links import (
     check_finite,
 )
 from hetero_framework.extras.islands.settings import island_of
-from hetero_framework.extras.islands.wait_times import for_others
 from hetero_framework.log import event
 from hetero_framework.trainer.replica_group import CountItems, ReplicaGroup, StepPart
 from hetero_framework.trainer.run_checkpoint import RunCheckpoints
@@ -517,6 +516,14 @@ def seconds_in(info: Mapping[str, Any], key: str, name: str) -> float:
     if not isinstance(seconds, float) or not 0 <= seconds < math.inf:
         raise ProtocolError(f"island {name} has been measured at {seconds!r}")
     return seconds
+
+
+def for_others(idle_since: Mapping[str, float]) -> dict[str, float]:
+    """The seconds that each island waited for the last island to be idle, too. By the leader's
+    clock, each has been idle since `idle_since`. Waiting after that was for the network. The time
+    that another island's vote takes on its way counts as its work."""
+    last = max(idle_since.values())
+    return {name: last - since for name, since in idle_since.items()}
 
 
 def _share(position: Position, name: str) -> float | Literal["auto"]:

@@ -1,4 +1,4 @@
-"""Islands train together only where every setting that changes the result is the same."""
+"""Settings that all islands have to share, and the time that they wait for slower ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetero_framework.config import Config, effects
 from hetero_framework.config.section import Effect, Scope
 from hetero_framework.extras.islands import summed_steps
 from hetero_framework.extras.islands.group import differing
-from hetero_framework.extras.islands.summed_steps import SummedSteps
+from hetero_framework.extras.islands.summed_steps import SummedSteps, for_others
 
 BASE: dict[str, Any] = {
     "coordinator": {"ip": "127.0.0.1", "device": "cpu"},
@@ -107,3 +107,11 @@ def test_every_setting_that_changes_the_result_is_among_the_facts() -> None:
             missed.append((name, effect))
     assert missed == []
     assert sum(effect is not Effect.FREE for effect in effects.effects().values()) > 90
+
+
+def test_all_islands_wait_for_the_last_one() -> None:
+    assert for_others({"a": 10.0, "b": 12.5, "c": 12.0}) == {"a": 2.5, "b": 0.0, "c": 0.5}
+
+
+def test_a_single_island_waits_for_no_other() -> None:
+    assert for_others({"a": 10.0}) == {"a": 0.0}
