@@ -304,7 +304,10 @@ def problems(config: Config | None, keys: KeyDirectory) -> Iterator[Problem]:
             problem = f"{ISSUED} lacks its certificate, which cannot be revoked by name"
         problem = problem or _not_configured(config, process)
         if problem is not None:
-            yield f"{file}: {problem}", _again(keys, process)
+            remedy = "have it invited again, or remove the file"
+            if process == "local" and keys.has_authority:
+                remedy = "remove the file; the next `hetero invite` makes another one"
+            yield f"{file}: {problem}", remedy
         elif (late := tls.clock_problem(tls.context(file, server=False))) is not None:
             yield f"{file.name}: {late}", tls.SET_CLOCK
     yield from _wrong_lists(keys, ours, listed, gone)
@@ -315,12 +318,6 @@ def _not_configured(config: Config | None, process: str) -> str | None:
     if config is None or process in ("local", *workers):
         return None
     return f"the configuration has no such worker (workers: {', '.join(sorted(workers))})"
-
-
-def _again(keys: KeyDirectory, process: str) -> str:
-    if process == "local" and keys.has_authority:
-        return "remove the file; the next `hetero invite` makes another one"
-    return "have it invited again, or remove the file"
 
 
 def _wrong_lists(
