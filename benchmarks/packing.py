@@ -20,7 +20,7 @@ from benchmarks.machines import run_program
 from benchmarks.network import Network, open_network
 from benchmarks.pipeline import Engine, Product, time_limit
 from benchmarks.stages import Load
-from hetero_framework.extras.packing.bins import parts_of
+from hetero_framework.extras.packing.packed_rows import parts_of
 
 STAGES, MICRO_BATCHES, STEPS, DRAWS = 3, 8, 4, 12
 MAX_LENGTH = 2048
