@@ -117,9 +117,9 @@ def verdicts(_verdicts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
 
     modules = [equivalence]
     with contextlib.suppress(ImportError):  # heart's tests run without extras
-        from hetero_framework.extras.talking import continuation
+        from hetero_framework.extras.talking import generation
 
-        modules.append(continuation)
+        modules.append(generation)
     for module in modules:
         monkeypatch.setattr(module, "recall", recall)
         monkeypatch.setattr(module, "remember", remember)

@@ -5,25 +5,52 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config
+from hetero_framework.core.cache import recall, remember
 from hetero_framework.core.messages import Decoding
 from hetero_framework.engine.stage_api import StepInfo
-from hetero_framework.errors import HeteroError, PeerLostError, StoppedEarly
-from hetero_framework.extras.talking.continuation import admit_decoding
+from hetero_framework.errors import ArchitectureError, HeteroError, PeerLostError, StoppedEarly
+from hetero_framework.extras.talking.decoding import ShardCache
 from hetero_framework.extras.talking.prompts import Prompt, PromptReader, check_prompts, is_chat
 from hetero_framework.extras.talking.settings import SampleSettings
 from hetero_framework.extras.talking.text_generation import TextGeneration
 from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.cut.shard import Shard
+from hetero_framework.models.cut.side import Bundle
+from hetero_framework.models.cut.tiny import shrink
+from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
+from hetero_framework.models.verify.equivalence import (
+    TOLERANCE,
+    build_both,
+    deterministic,
+    own_code,
+    question,
+)
 from hetero_framework.trainer.setup import Sample
 from hetero_framework.units import plural
 
 _log = logging.getLogger(__name__)
 PROMPTS = "training.sample_prompts"
+_PROMPT_TOKENS = 11  # longer than the sliding windows of tiny models (8)
+_NEW_TOKENS = 7
 TakeToken = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Continuing:
+    """Whether a model decodes with a cache in each stage. `reason` says why not, `impossible` that
+    it cannot decode without a cache either."""
+
+    cached: bool
+    reason: str = ""
+    impossible: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,11 +62,6 @@ class Choice:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
-
-    @classmethod
-    def of_samples(cls, training: SampleSettings) -> Choice:
-        most, seed = training.sample_max_new_tokens, training.seed
-        return cls(most, training.sample_temperature, training.sample_top_p, seed)
 
 
 class Generator:
@@ -68,7 +90,8 @@ class Generator:
         told = model_config.get_text_config().eos_token_id if told is None else told
         ends = told if isinstance(told, list) else [told]
         self._stop = {end for end in [*ends, tokenizer.eos_token_id] if end is not None}
-        self.how = admit_decoding(model_config, _ranges(config))
+        ranges = tuple(map(ShardRange.of, config.plan.stages))
+        self.how = admit_decoding(model_config, ranges)
 
     def run(
         self,
@@ -154,7 +177,8 @@ class Sampler:
         self._about = model_config, tokenizer, generation
         training = SampleSettings.of(config.training)
         assert training.sample_prompts is not None
-        self._choice = Choice.of_samples(training)
+        most, temperature = training.sample_max_new_tokens, training.sample_temperature
+        self._choice = Choice(most, temperature, training.sample_top_p, training.seed)
         reader = PromptReader(tokenizer, config.data, chat=is_chat(config, tokenizer))
         self._prompts = reader.read(training.sample_prompts, config.base_dir, PROMPTS)
         generator = self._generator(config)
@@ -195,5 +219,71 @@ def max_positions(model_config: PretrainedConfig) -> int | None:
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
-def _ranges(config: Config) -> tuple[ShardRange, ...]:
-    return tuple(map(ShardRange.of, config.plan.stages))
+def admit_decoding(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Continuing:
+    """How a model that is cut this way continues a text, remembered. Raises ArchitectureError where
+    it cannot."""
+    asked = question(f"decoding {own_code(Path(__file__).parent)}", config, ranges)
+    if answer := recall("verdicts", asked):
+        return Continuing(answer["cached"], answer["reason"])
+    found = try_decoding(config, ranges)
+    if found.impossible:
+        raise ArchitectureError(
+            f"a {config.model_type} model cannot continue a text here: {found.reason}",
+            hint="leave training.sample_prompts out",
+        )
+    remember("verdicts", asked, {"cached": found.cached, "reason": found.reason})
+    return found
+
+
+def try_decoding(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Continuing:
+    """Continue a text by a tiny copy: in one piece without a cache, and by shards with caches, or
+    else without. The shards must give the same logits."""
+    reasons = []
+    try:
+        tiny = deterministic(shrink(config))
+        with quiet_library(), torch.no_grad():
+            whole, shards = build_both(tiny, ranges, None)
+            for model in (whole, *shards):
+                model.train(False)
+            if shards[0].ids_per_token > 1:
+                return Continuing(False, "its tokens have several ids each", impossible=True)
+            draw = torch.Generator().manual_seed(0)
+            vocabulary = int(tiny.get_text_config().vocab_size)
+            ids = torch.randint(3, vocabulary, (1, _PROMPT_TOKENS + _NEW_TOKENS), generator=draw)
+            ends = range(_PROMPT_TOKENS, ids.shape[1])
+            expected = [whole(input_ids=ids[:, :n], use_cache=False).logits[0, -1] for n in ends]
+            for cached in (True, False):
+                try:
+                    difference = _difference(_cut(shards, ids, cached), expected)
+                except LIBRARY_ERRORS as error:
+                    reasons.append(briefly(error))
+                    continue
+                if difference <= TOLERANCE:
+                    return Continuing(cached, "; ".join(reasons))
+                reasons.append(f"the logits of a cut differ by {difference:.2g} (relative)")
+    except ArchitectureError as error:
+        reasons = [error.message]
+    except LIBRARY_ERRORS as error:
+        reasons = [f"its tiny copy does not run ({briefly(error)})"]
+    return Continuing(False, reasons[-1], impossible=True)
+
+
+def _cut(shards: Sequence[Shard], ids_1S: Tensor, cached: bool) -> list[Tensor]:
+    """The logits of each next token, by a chain of shards."""
+    caches = [ShardCache(s.config, s.range) if cached else None for s in shards]
+    logits, first = [], 0
+    for end in range(_PROMPT_TOKENS, ids_1S.shape[1]):
+        inputs = {"input_ids": ids_1S[:, first:end], "positions": torch.arange(first, end)[None]}
+        received: Bundle = ()
+        for shard, cache in zip(shards[:-1], caches, strict=False):
+            received = shard.forward(inputs, received, cache)
+        logits.append(shards[-1].next_logits(inputs, received, caches[-1]))
+        first = end if cached else 0
+    return logits
+
+
+def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference, relative to the largest logit."""
+    one, other = torch.stack(list(found)), torch.stack(list(expected))
+    difference = (one - other).abs().max() / other.abs().max()
+    return float(difference) if bool(torch.isfinite(difference)) else float("inf")
