@@ -36,7 +36,7 @@ from benchmarks import environment
 from benchmarks.machines import run_program
 from hetero_framework.config import load_config
 from hetero_framework.errors import HeteroError
-from hetero_framework.extras.demo import demo_model
+from hetero_framework.extras.demo.commands import demo
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.progress import Progress
 
@@ -79,9 +79,9 @@ def make_model(folder: Path) -> None:
     """The demonstration's tokenizer and data with a model that takes hardly any time."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    files = demo_model.sources()
-    demo_model.make_model(folder / "model", files[:40])
-    demo_model.write_samples(folder / "data.jsonl", demo_model.pieces(files))
+    files = demo.sources()
+    demo.make_model(folder / "model", files[:40])
+    demo.write_samples(folder / "data.jsonl", demo.pieces(files))
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     config = LlamaConfig.from_pretrained(folder / "model")
     config.update({**small, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16})

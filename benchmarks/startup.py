@@ -27,8 +27,7 @@ from typing import Any
 from benchmarks.machines import run_program
 from benchmarks.network import free_ports
 from hetero_framework.errors import HeteroError
-from hetero_framework.extras.demo import demo_model
-from hetero_framework.extras.demo.commands.demo import CONFIG
+from hetero_framework.extras.demo.commands import demo
 
 _LOOK_S = 0.01
 _MOST_S = 300.0
@@ -65,7 +64,7 @@ def timed(command: list[str], environment: dict[str, str], awaited: Path | None 
 
 def configuration(folder: Path, name: str, workers: int) -> Path:
     """The shipped configuration for a short run, with so many of its workers."""
-    config: dict[str, Any] = json.loads(CONFIG.read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads(demo.CONFIG.read_text(encoding="utf-8"))
     config["model"] = {"name_or_path": str(folder / "model")}
     config["data"] = {**config["data"], "train": str(folder / "data.jsonl")}
     config["workers"] = config["workers"][:workers]
@@ -114,9 +113,9 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        files = demo_model.sources()
-        demo_model.make_model(folder / "model", files)
-        demo_model.write_samples(folder / "data.jsonl", demo_model.pieces(files))
+        files = demo.sources()
+        demo.make_model(folder / "model", files)
+        demo.write_samples(folder / "data.jsonl", demo.pieces(files))
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HETERO_CACHE": str(folder / "cache")}
         named = jobs(folder)
         named["import"](environment)  # what the system reads from the disk it keeps from here on

@@ -25,8 +25,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.extras.demo import demo_model
-from hetero_framework.extras.demo.commands.demo import say
+from hetero_framework.extras.demo.commands import demo
 
 RUN = Path(__file__).resolve().parents[1] / "runs" / "islands"
 CUTS = {"attic": [3], "garage": [2, 4]}
@@ -46,12 +45,12 @@ def main() -> int:
     shutil.rmtree(RUN, ignore_errors=True)
     (RUN / "data").mkdir(parents=True)
 
-    say("1. a tokenizer and a random model from the Python standard library")
-    files = demo_model.sources()
-    demo_model.make_model(RUN / "model", files)
-    demo_model.write_samples(RUN / "data" / "train.jsonl", demo_model.pieces(files))
+    demo.say("1. a tokenizer and a random model from the Python standard library")
+    files = demo.sources()
+    demo.make_model(RUN / "model", files)
+    demo.write_samples(RUN / "data" / "train.jsonl", demo.pieces(files))
 
-    say("2. a lighthouse, and two islands: attic of two processes, garage of three")
+    demo.say("2. a lighthouse, and two islands: attic of two processes, garage of three")
     port, *ports = free_ports(4)
     with ExitStack() as stack:
         start(stack, "lighthouse", ["lighthouse", "--bind", f"127.0.0.1:{port}"])
@@ -61,7 +60,7 @@ def main() -> int:
         }
         wait_for_step(RUN / "garage", arguments.steps // 3, islands["garage"])
 
-        say("3. garage's coordinator is killed, and started again with the same command")
+        demo.say("3. garage's coordinator is killed, and started again with the same command")
         islands["garage"].kill()
         islands["garage"].wait()
         islands["garage"] = start(stack, "garage", train("garage", None))
@@ -70,7 +69,7 @@ def main() -> int:
         print(f"an island has failed: {codes}; their lines are in {RUN}")
         return 1
 
-    say(f"done in {time.monotonic() - started:.0f} s")
+    demo.say(f"done in {time.monotonic() - started:.0f} s")
     same = weights_of("attic") == weights_of("garage")
     print("\n".join(costs(same)))
     return 0 if same else 1

@@ -10,7 +10,6 @@ import pytest
 
 from hetero_framework.cli import main
 from hetero_framework.config import Config
-from hetero_framework.extras.demo import demo_model
 from hetero_framework.extras.demo.commands import demo
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,13 +30,13 @@ def test_the_configurations_differ_in_what_is_trained(tmp_path: Path) -> None:
 
 
 def test_data_are_the_same_every_time_and_held_out_sums_are_others() -> None:
-    assert demo_model.sources() == demo_model.sources()
-    texts = demo_model.sums(800)
-    assert texts == demo_model.sums(800)
+    assert demo.sources() == demo.sources()
+    texts = demo.sums(800)
+    assert texts == demo.sums(800)
     assert not set(texts[:64]) & set(texts[64:])
     one, plus, other, equals, result = texts[0].splitlines()[0].split()
     assert (plus, equals, int(one) + int(other)) == ("+", "=", int(result))
-    pieces = list(demo_model.pieces(demo_model.sources()))
+    pieces = list(demo.pieces(demo.sources()))
     assert len(pieces) == 4000
     assert max(map(len, pieces)) <= 420
 
@@ -54,7 +53,7 @@ def test_an_earlier_demonstration_is_replaced_only_where_asked(
         assert not (tmp_path / "lora").exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo_model, "make_model", stop)
+    monkeypatch.setattr(demo, "make_model", stop)
     assert main(["demo", "--output", str(tmp_path), "--overwrite"]) == 130
     assert (tmp_path / "precious").read_text() == "kept"
 
