@@ -17,8 +17,8 @@ import yaml
 
 from hetero_framework.cli import main
 from hetero_framework.config import Config, load_config
+from hetero_framework.extras.convert.commands.convert import read_recipe
 from hetero_framework.extras.convert.convert import STATUSES
-from hetero_framework.extras.convert.recipes import read_recipe
 from hetero_framework.extras.preferences.pair_losses import PAIR_LOSSES, register_pair_loss
 from tests.extras.preferences.test_preference_runs import trl_classes
 
@@ -77,7 +77,7 @@ def test_every_key_is_taken_changed_or_explained(name: str, convert) -> None:
     report, config = convert(name)
     config.require("model", "data")
     found = rows(report)
-    given = read_recipe(FOREIGN / name).keys
+    given, _ = read_recipe(FOREIGN / name)
     for key in ("datasets", "test_datasets"):
         for number, entry in enumerate(given.pop(key, ())):
             given |= {f"{key}[{number}].{inner}": value for inner, value in entry.items()}

@@ -1,11 +1,14 @@
-"""`hetero convert`: makes a configuration from one of axolotl, LLaMA-Factory or TRL."""
+"""`hetero convert`: makes a configuration from one of axolotl, LLaMA-Factory or TRL, or from a
+command line of TRL."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from itertools import groupby
 from operator import itemgetter
@@ -24,11 +27,11 @@ from hetero_framework.commands.options import (
 )
 from hetero_framework.config import Config
 from hetero_framework.config.problems import shown
+from hetero_framework.config.strict_json import parse_object
 from hetero_framework.core import addresses
 from hetero_framework.core.files import refuse_output, write_file
-from hetero_framework.errors import UserError
-from hetero_framework.extras.convert.convert import CHANGED, STATUSES, Conversion
-from hetero_framework.extras.convert.recipes import read_recipe
+from hetero_framework.errors import ConfigError, UserError, in_words
+from hetero_framework.extras.convert.convert import CHANGED, STATUSES, Conversion, program_of
 
 EXAMPLES = """
     hetero convert qlora.yml
@@ -49,6 +52,13 @@ OPTIONS = (
     value("--coordinator", _HOST, "the coordinator (default: this machine)"),
     JSON,
 )
+# Keys that only hold the fields of a class.
+_CLASSES = re.compile(
+    "(sft|peft|lora|model)_config|(training_|model_|script_)?args|model_init_kwargs"
+    "|(SFT|Lora|Model)Config|ScriptArguments|(?P<method>DPO|ORPO|CPO|KTO|Reward)Config"
+)
+_FILES = (".yaml", ".yml", ".json")
+_OF_A_SHELL = re.compile(r".*[$`].*|;.*|[|&]+|\d?>.*|<", re.DOTALL)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,13 +83,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _converted(file: Path, arguments: argparse.Namespace) -> Conversion:
-    recipe = read_recipe(file)
+    keys, program = read_recipe(file)
     named = {"model.name_or_path": arguments.model, "data.train": arguments.data}
     given = {name: value for name, value in named.items() if value}
     try:
-        return Conversion(recipe.program, recipe.keys, arguments.world_size or 0, given)
+        return Conversion(program, keys, arguments.world_size or 0, given)
     except (AttributeError, TypeError, ValueError) as error:
-        problem = f"{file} has a value of another kind than {recipe.program} takes: {error}"
+        problem = f"{file} has a value of another kind than {program} takes: {error}"
         raise UserError(problem, hint="--debug shows where") from error
 
 
@@ -121,3 +131,89 @@ def _text(data: dict[str, Any]) -> str:
     lines += [f"  {path} = {shown(value)}" for path, value in data["defaults"].items()]
     done = f"wrote {data['output']}; next: hetero check --config {data['output']}"
     return "\n".join([*lines, "", *data["notes"], done])
+
+
+def read_recipe(file: Path) -> tuple[dict[str, Any], str]:
+    """The keys in a YAML or JSON file, or in a text with a command line of TRL, and the program
+    that the file is of. Raises UserError."""
+    text = _content(file)
+    if file.suffix in (".py", ".ipynb"):
+        raise UserError(
+            f"{file} is a program in Python, which is neither run nor read",
+            hint="have it write what it gives to its trainer, as in"
+            ' json.dump({"SFTConfig": args.to_dict(), "LoraConfig": peft_config.to_dict()}, file,'
+            " default=list), and convert that file with --model and --data",
+        )
+    if file.suffix in _FILES:
+        keys = _keys(text, file)
+        return keys, program_of(keys, str(file))
+    return _of_command(text, file), "TRL"
+
+
+def _content(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {in_words(error)}") from error
+
+
+def _keys(text: str, file: Path) -> dict[str, Any]:
+    try:
+        keys = parse_object(text.encode(), name=str(file), foreign=True)
+    except ConfigError as error:
+        raise UserError(error.message) from None
+    return _flat({str(key): part for key, part in keys.items()}, file)
+
+
+def _flat(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The keys, with the fields taken out of a class's key, as in {"SFTConfig": {...}}."""
+    found: dict[str, Any] = {}
+    for key, inner in keys.items():
+        inside = _CLASSES.fullmatch(key) if isinstance(inner, dict) else None
+        if inside and inside["method"]:
+            found["trl"] = inside["method"].lower()
+        for name, part in _flat(inner, file).items() if inside else [(key, inner)]:
+            if found.setdefault(name, part) != part:
+                raise UserError(f"{file}: {name} is given twice, with two values; keep one")
+    return found
+
+
+def _of_command(text: str, file: Path) -> dict[str, Any]:
+    """The options of `trl METHOD`, which override the keys in the file of --config."""
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise UserError(f"{file}: a quotation in the command line has no end") from error
+    if words[:1] != ["trl"] or len(words) < 2 or any(map(_OF_A_SHELL.fullmatch, words)):
+        raise UserError(
+            f"{file} is neither YAML nor JSON, nor one command line of TRL",
+            hint="a shell script is not read; write its command alone, with the values in place of"
+            " variables: trl sft --model_name_or_path ...",
+        )
+    options = _options(words[2:], file)
+    keys: dict[str, Any] = {} if words[1] == "sft" else {"trl": words[1]}
+    if (name := options.pop("config", None)) is not None:
+        path = Path(str(name)) if Path(str(name)).exists() else file.parent / str(name)
+        keys |= _keys(_content(path), path)
+    return keys | options
+
+
+def _options(words: Sequence[str], file: Path) -> dict[str, Any]:
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word):
+            name, equals, value = word.lstrip("-").partition("=")
+            name = name.replace("-", "_")
+            found[name] = [value] if equals else []
+        elif name:
+            found[name].append(word)
+        else:
+            raise UserError(f"{file}: {word} stands where an option of TRL is expected")
+    made: dict[str, Any] = {}
+    for name, values in found.items():
+        if name.startswith("no_") and not values:
+            made[name.removeprefix("no_")] = "false"
+        else:
+            made[name] = values[0] if len(values) == 1 else values or "true"
+    return made
