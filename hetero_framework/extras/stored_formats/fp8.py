@@ -1,4 +1,4 @@
-"""Weights in 8-bit floating point, scaled by tensor, by row, or by blocks of rows and columns.
+"""Weights in floating point of 8 and 4 bits, scaled by tensor, by row, or by blocks.
 
 DeepSeek-V3 has blocks of 128 x 128 with "weight_scale_inv", which is the factor itself; the last
 block of a weight may be smaller. FBGEMM's scales are by row, Ministral's by tensor. One weight may
@@ -152,6 +152,34 @@ class ModelOpt(Fp8):
         if len(sizes) != (self.algorithm == "nvfp4") or any(map(_bare, sizes)):
             raise ValueError(f"scales of its scales have the shapes {sizes} in {self.algorithm}")
         return super().layout(parts)
+
+
+class Mxfp4(Form):
+    """`quant_method` mxfp4: gpt-oss' experts in E2M1, with an exponent of two for each 32 numbers.
+
+    A weight of all experts is stored by its output, [E, out, in / 32, 16] bytes, the lower four
+    bits first; the model holds it by its input, [E, in, out].
+    """
+
+    ends: ClassVar[Ends] = {"values": ("_blocks",), "scales": ("_scales",)}
+    target = ""
+    types: Mapping[str, Sequence[str]] = {"values": ("U8",), "scales": ("U8",)}
+    axes = (4,)
+
+    def layout(self, parts: Parts) -> Layout:
+        """See Form."""
+        *sizes, each = parts["values"].get_shape()
+        scales = parts["scales"].get_shape()
+        if each != 16 or sizes != scales:
+            raise ValueError(f"its shape is {[*sizes, each]}, that of its scales {scales}")
+        experts, out, groups = sizes
+        return (experts, groups * 32, out), {}
+
+    def rows(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
+        """See Form. Products by powers of two are exact."""
+        made = numbers(parts["values"][first:last], device)
+        made *= factors(parts["scales"][first:last], device)[..., None]
+        return made.flatten(-2).transpose(1, 2)
 
 
 def values_shape(values: Any) -> tuple[int, ...]:
