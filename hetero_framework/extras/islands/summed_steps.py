@@ -24,7 +24,6 @@ from hetero_framework.engine.hosts import ReplicasChanged, StopWanted
 from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.errors import CheckpointError, GroupFinished, PeerAwayError, ProtocolError
 from hetero_framework.extras.islands.allreduce import SummedGradients
-from hetero_framework.extras.islands.balance import Shares, given_shares
 from hetero_framework.extras.islands.group import STATE, Group, Position, SessionStart
 from hetero_framework.extras.islands.ledger import order_facts, split_step
 from hetero_framework.extras.islands.links import (
@@ -35,6 +34,7 @@ from hetero_framework.extras.islands.links import (
     check_finite,
 )
 from hetero_framework.extras.islands.settings import island_of
+from hetero_framework.extras.islands.shares import Shares, given_shares
 from hetero_framework.log import event
 from hetero_framework.trainer.replica_group import CountItems, ReplicaGroup, StepPart
 from hetero_framework.trainer.run_checkpoint import RunCheckpoints

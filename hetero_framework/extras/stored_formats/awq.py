@@ -1,4 +1,4 @@
-"""AWQ ("gemm"): numbers of 4 bits, with a scale and a zero for each group of inputs; AutoRound.
+"""AWQ ("gemm"), whose numbers of 4 bits have a scale and a zero for each group, and AutoRound.
 
 Numbers are packed along the outputs, eight in a 32-bit word in the order 0 2 4 6 1 3 5 7: qweight
 [in, out / 8]; qzeros [groups, out / 8]; scales [groups, out]. A weight is (number - zero) x scale,
