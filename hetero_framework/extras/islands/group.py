@@ -29,10 +29,9 @@ from hetero_framework.errors import (
     PeerAwayError,
     ProtocolError,
 )
-from hetero_framework.extras.islands.island_messages import FinishedRun
+from hetero_framework.extras.islands.island_messages import FinishedRun, View
 from hetero_framework.extras.islands.lighthouse_client import LighthouseClient
 from hetero_framework.extras.islands.links import LEAVES, IslandLinks, IslandSession, MemberLost
-from hetero_framework.extras.islands.view import View
 from hetero_framework.log import event, one_line
 from hetero_framework.units import plural
 

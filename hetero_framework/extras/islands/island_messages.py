@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -63,6 +66,28 @@ class Member:
     name: str
     process: str
     address: str
+
+
+@dataclass(frozen=True)
+class View:
+    """The islands that take part from now on, the same on each of them until they ask for the next
+    view."""
+
+    members: tuple[Member, ...]  # sorted by name
+
+    @classmethod
+    def of(cls, members: Iterable[Member]) -> View:
+        return cls(tuple(sorted(members, key=lambda member: member.name)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(member.name for member in self.members)
+
+    @property
+    def key(self) -> str:
+        """A hash that is equal where names and processes are equal."""
+        listed = json.dumps([(member.name, member.process) for member in self.members])
+        return hashlib.sha256(listed.encode()).hexdigest()
 
 
 @message(73, ISLAND)

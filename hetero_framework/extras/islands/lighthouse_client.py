@@ -24,8 +24,7 @@ from hetero_framework.errors import (
     ProtocolError,
 )
 from hetero_framework.extras.islands import island_messages as im
-from hetero_framework.extras.islands.island_messages import FinishedRun, Member
-from hetero_framework.extras.islands.view import View
+from hetero_framework.extras.islands.island_messages import FinishedRun, Member, View
 from hetero_framework.security.access import Access
 
 REACH_S = 60.0

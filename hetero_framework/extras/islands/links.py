@@ -34,8 +34,7 @@ from hetero_framework.engine.hosts import ReplicasChanged
 from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
 from hetero_framework.extras.islands import island_messages as im
-from hetero_framework.extras.islands.island_messages import Member, ShareKind
-from hetero_framework.extras.islands.view import View
+from hetero_framework.extras.islands.island_messages import Member, ShareKind, View
 from hetero_framework.log import event
 from hetero_framework.security.acceptor import Acceptor
 from hetero_framework.security.access import Access

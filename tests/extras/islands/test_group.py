@@ -23,11 +23,10 @@ from hetero_framework.errors import (
 )
 from hetero_framework.extras.islands import group as module
 from hetero_framework.extras.islands.group import Group, Position, SessionStart, behind, source_of
-from hetero_framework.extras.islands.island_messages import FinishedRun, Member
+from hetero_framework.extras.islands.island_messages import FinishedRun, Member, View
 from hetero_framework.extras.islands.lighthouse import FinishedRuns
 from hetero_framework.extras.islands.lighthouse_client import LighthouseClient
 from hetero_framework.extras.islands.links import IslandLinks
-from hetero_framework.extras.islands.view import View
 from hetero_framework.security.access import LOOPBACK_ONLY
 from tests.waiting import WAIT_S
 

@@ -5,8 +5,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_framework.extras.islands.island_messages import Member
-from hetero_framework.extras.islands.view import View
+from hetero_framework.extras.islands.island_messages import Member, View
 
 MEMBERS = st.lists(
     st.builds(Member, st.text("ab:-", max_size=4), st.text("ab:-", max_size=4), st.just("x:1")),

@@ -34,11 +34,10 @@ from hetero_framework.errors import (
 from hetero_framework.extras.islands import island_messages as im
 from hetero_framework.extras.islands import lighthouse as module
 from hetero_framework.extras.islands import lighthouse_client
-from hetero_framework.extras.islands.island_messages import FinishedRun, Member
+from hetero_framework.extras.islands.island_messages import FinishedRun, Member, View
 from hetero_framework.extras.islands.lighthouse import FinishedRuns, Lighthouse
 from hetero_framework.extras.islands.lighthouse_client import LighthouseClient, clock_at
 from hetero_framework.extras.islands.quorums import Quorums
-from hetero_framework.extras.islands.view import View
 from hetero_framework.security import authority as x509
 from hetero_framework.security.access import LOOPBACK_ONLY, Access, Keyed
 from tests.certificates import keys_of

@@ -23,9 +23,8 @@ from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import HeteroError, ProtocolError
 from hetero_framework.extras.islands import island_messages as im
 from hetero_framework.extras.islands import links as module
-from hetero_framework.extras.islands.island_messages import Member
+from hetero_framework.extras.islands.island_messages import Member, View
 from hetero_framework.extras.islands.links import LEAVES, IslandLinks, IslandSession, MemberLost
-from hetero_framework.extras.islands.view import View
 from hetero_framework.security.access import LOOPBACK_ONLY
 from tests.waiting import WAIT_S
 
