@@ -28,13 +28,17 @@ from hetero_framework.engine.stage import WEIGHTS
 from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.engine.state_snapshot import digest
 from hetero_framework.errors import NumericError, ProtocolError
-from hetero_framework.extras.islands import fragments
 from hetero_framework.extras.islands.compression import Compression, Packed, packed_bytes, unpack
-from hetero_framework.extras.islands.fragments import Synchronisation
 from hetero_framework.extras.islands.group import STATE
 from hetero_framework.extras.islands.ledger import Ledger, Steps, count_steps, first_steps
 from hetero_framework.extras.islands.links import SAME_VERSION, IslandSession, check_finite
-from hetero_framework.extras.islands.outer import OuterFragment, weighted_mean
+from hetero_framework.extras.islands.outer import (
+    OuterFragment,
+    Synchronisation,
+    cut,
+    schedule,
+    weighted_mean,
+)
 from hetero_framework.extras.islands.shares import round_steps
 from hetero_framework.extras.islands.summed_steps import (
     SummedSteps,
@@ -240,7 +244,7 @@ class OuterRounds(SummedSteps):
         steps, count = count_steps(self._dealt), self._island.fragments
         delay = 0 if round_.last else self._island.delay_steps
         fits = steps >= count * (delay + 1)
-        self._plan = fragments.schedule(steps, count, delay if fits else 0)
+        self._plan = schedule(steps, count, delay if fits else 0)
         if round_.last:  # the run ends with agreed weights in every fragment
             self._plan += tuple(Synchronisation(k, steps, steps) for k in range(count - 1))
 
@@ -455,7 +459,7 @@ class OuterRounds(SummedSteps):
         names = self._cluster.loaded.trained_names
         weights = self._cluster.retrying(lambda: self._cluster.pipeline.weights(names))
         sizes = {name: weights[name].nbytes for name in names}
-        self._fragments = list(fragments.cut(sizes, self._island.fragments))
+        self._fragments = list(cut(sizes, self._island.fragments))
         self._outer = [
             OuterFragment({name: weights[name] for name in fragment}, self._island)
             for fragment in self._fragments
