@@ -19,9 +19,9 @@ from hetero_framework.engine.stage_api import Residence, States, Transfer
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.extras.host_memory.optimizer_states import OptimizerStates
 from hetero_framework.extras.host_memory.stored_inputs import StoredInputs
-from hetero_framework.extras.host_memory.stored_weights import Stored
 from hetero_framework.extras.host_memory.streamed_layers import (
     HostLayer,
+    Stored,
     StreamedLayers,
     load_streamed,
 )

@@ -16,20 +16,24 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
+from hetero_framework.config import Config
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.core.spans import AWAITED, WEIGHTS
 from hetero_framework.engine.boundary_io import Sender
 from hetero_framework.errors import ConfigError, HeteroError
-from hetero_framework.extras.host_memory.stored_weights import Stored
 from hetero_framework.extras.host_memory.visitors import Visitors, in_pieces
 from hetero_framework.models.adapters.trainable import trainable_parameters
-from hetero_framework.models.cut.introspect import BlockForm
+from hetero_framework.models.cut.introspect import BlockForm, introspect
+from hetero_framework.models.cut.language import meta_model
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.reuse import ReusableModules
 from hetero_framework.models.cut.shard import Shard
+from hetero_framework.models.files.weights import Checkpoint, renaming
 from hetero_framework.models.sizing.streaming import (
     SLOTS,
     layers_in_turn,
@@ -37,11 +41,13 @@ from hetero_framework.models.sizing.streaming import (
     slot_sizes,
     spread,
 )
+from hetero_framework.repository import resolve_model_path
 from hetero_framework.units import plural, size
 
 _ALIGNED_BYTES = 512  # as by torch's allocators
 _BUFFER_BYTES = 16 << 20
 _LONGEST_S = 600.0
+_HINT = 'take "offload_from": "file" out of shard_plan'
 _log = logging.getLogger(__name__)
 
 Ends = tuple[DeviceEvent, DeviceEvent]
@@ -92,6 +98,51 @@ def load_streamed(
             if name in trained:
                 parameter.copy_(trained[name])
     return shard, layers
+
+
+class Stored:
+    """The tensors of a configuration's checkpoint, as memory-mapped files, for layers that are read
+    from there at each visit. The process holds none of them; the system caches as many as it has
+    room for."""
+
+    def __init__(self, config: Config, model: PretrainedConfig) -> None:
+        """Raises ConfigError for a model without files."""
+        asked = config.model
+        if asked is None or asked.name_or_path is None:
+            raise ConfigError("a model without a checkpoint has no files to read", hint=_HINT)
+        source = resolve_model_path(str(asked.name_or_path), config.base_dir)
+        self._checkpoint = Checkpoint(source, asked.revision)
+        whole = meta_model(model)
+        rename = renaming(whole, dict.fromkeys(whole.state_dict(), True))
+        self._keys = {rename(key): key for key in self._checkpoint.files}
+        self._blocks = introspect(model).blocks
+
+    def parts_of(
+        self, block: nn.Module, index: int, places: Sequence[tuple[Any, str, Tensor, int]]
+    ) -> list[tuple[int, Tensor]]:
+        """The offset and the bytes of each frozen tensor of `block`, the model's `index`th. Raises
+        ConfigError for a tensor that the files lack, or have with other values or another type."""
+        names = {id(parameter): name for name, parameter in block.named_parameters()}
+        parts = []
+        for holder, attribute, tensor, offset in places:
+            name = f"{self._blocks}.{index}.{names.get(id(holder), attribute)}"
+            stored, used = self._tensor(name), tensor.cpu()
+            if stored is None or stored.dtype != used.dtype or not torch.equal(stored, used):
+                raise ConfigError(
+                    f"{name} is not used as the files of {self._checkpoint.source!r} have it, so"
+                    " that it cannot be read from them at each visit",
+                    hint=f"{_HINT}, or model.dtype and quantization, which change it",
+                )
+            parts.append((offset, stored.view(torch.uint8).view(-1)))
+        return parts
+
+    def _tensor(self, name: str) -> Tensor | None:
+        if (key := self._keys.get(name)) is None:
+            return None
+        path = self._checkpoint.checked(self._checkpoint.files[key])
+        with safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+        return tensor
 
 
 class HostLayer:
