@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from hetero_framework import repository
 from hetero_framework.errors import ModelError
-from hetero_framework.extras.multimodal.missing_parts import AbsentPart
+from hetero_framework.extras.multimodal.towers import AbsentPart
 from hetero_framework.models.cut.language import lies_in, on_meta, towers
 from hetero_framework.models.cut.shard import config_dtype
 from hetero_framework.models.cut.tiny import stock_class

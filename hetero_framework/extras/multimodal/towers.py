@@ -10,15 +10,15 @@ A *tower* is such a module, or a parameter beside modules that are used.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
-from hetero_framework.extras.multimodal.missing_parts import AbsentPart, Placed, stand_in
 from hetero_framework.models.cut.codebooks import for_model, ids_per_token
 from hetero_framework.models.cut.language import (
     WeightUses,
@@ -28,9 +28,61 @@ from hetero_framework.models.cut.language import (
     run_on_text,
 )
 from hetero_framework.models.cut.tiny import probe_inputs, shrink
-from hetero_framework.models.library import LIBRARY_ERRORS, quiet_library
+from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 
 _found: dict[str, tuple[str, ...]] = {}  # by the tiny configurations that this process has met
+
+
+class Placed(nn.Module):
+    """A module without weights that has a device and a number type, for which models ask."""
+
+    def place(self, dtype: torch.dtype) -> None:
+        """Give the module its type; to be called by its constructor."""
+        self.register_buffer("_place", torch.empty(0, dtype=dtype), persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.get_buffer("_place").device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.get_buffer("_place").dtype
+
+
+class AbsentPart(Placed, PreTrainedModel):
+    """Stands for a part without its package. A call raises ImportError with `why`, its error; text
+    alone does not call it."""
+
+    why = ""
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self.place(torch.get_default_dtype())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise ImportError(self.why)
+
+
+def stand_in(config: PretrainedConfig) -> bool:
+    """Register an `AbsentPart`, in this process, for each part of a composite configuration whose
+    own class needs a package that is absent (timm for Gemma 3n's vision tower). transformers builds
+    parts by the types of their configurations. Returns whether there was such a part."""
+    registered = False
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is None or type(part) not in AutoModel._model_mapping:
+            continue
+        try:
+            with torch.device("meta"):
+                AutoModel.from_config(copy.deepcopy(part))
+        except ImportError as error:
+            fields = {"config_class": type(part), "why": briefly(error), "__module__": __name__}
+            absent: Any = type("AbsentPart", (AbsentPart,), fields)
+            AutoModel.register(type(part), absent, exist_ok=True)
+            registered = True
+    return registered
 
 
 def find_towers(cls: type[PreTrainedModel], config: PretrainedConfig) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from transformers.utils import is_timm_available
 
 from hetero_framework.config import AdapterConfig, ModelConfig
 from hetero_framework.errors import ArchitectureError, ModelError
-from hetero_framework.extras.multimodal.missing_parts import AbsentPart, stand_in
+from hetero_framework.extras.multimodal.towers import AbsentPart, stand_in
 from hetero_framework.models.adapters.trainable import export_parts
 from hetero_framework.models.cut import language
 from hetero_framework.models.cut.introspect import introspect
