@@ -6,6 +6,7 @@ islands' names, in float32 or wider. The order of arrival does not matter.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -27,7 +28,8 @@ class SummedGradients:
         self._number = number
         self._local: Tensors = {}
         self._losses: dict[str, list[float]] = {}
-        self._ended = False
+        self._began = time.monotonic()
+        self._ended_at: float | None = None  # when the local gradients were complete
 
     def give(self, gradients: GradientPart) -> None:
         new = {
@@ -41,9 +43,20 @@ class SummedGradients:
             self._session.send(self._number, "gradients", new, last=False)
 
     def end(self) -> None:
-        if not self._ended:
-            self._ended = True
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
             self._session.send(self._number, "gradients")
+
+    @property
+    def since_end_s(self) -> float:
+        """Seconds since `end`, spent on transfers or on waiting for slower islands."""
+        return 0.0 if self._ended_at is None else time.monotonic() - self._ended_at
+
+    def seconds_per(self, samples: int) -> float:
+        """Seconds per sample without waiting for others; 0 where there were no samples."""
+        if self._ended_at is None or not samples:
+            return 0.0
+        return (self._ended_at - self._began) / samples
 
     def sums(self, names: Sequence[str]) -> Tensors | None:
         parts: list[tuple[str, Tensors, bool]] = []

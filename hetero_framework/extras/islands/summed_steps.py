@@ -68,7 +68,7 @@ class SummedSteps(ReplicaGroup):
         self._position = Position()
         self._shares = Shares()
         self._number = STATE
-        self._sums: _Timed | None = None
+        self._sums: SummedGradients | None = None
         self._under_way: int | None = None  # the step that has begun in the present session
         self._samples: Mapping[str, int] = {}
         self._sample_ids: Mapping[str, list[int]] = {}
@@ -170,7 +170,7 @@ class SummedSteps(ReplicaGroup):
         rows = data.order.training.per_device_train_batch_size
         if not self._repeats(state):
             self._number += 1
-            self._sums, self._under_way = _Timed(session, self._number), state.step
+            self._sums, self._under_way = SummedGradients(session, self._number), state.step
             self._began_at = time.monotonic()
         assert self._sums is not None
         return StepPart(
@@ -460,30 +460,6 @@ class SummedSteps(ReplicaGroup):
 
     def _note_progress(self) -> None:
         self._moved_at = time.monotonic()
-
-
-class _Timed(SummedGradients):
-    """Records when local gradients were complete."""
-
-    def __init__(self, session: IslandSession, number: int) -> None:
-        super().__init__(session, number)
-        self._began = time.monotonic()
-        self._ended_at: float | None = None
-
-    def end(self) -> None:
-        self._ended_at = self._ended_at or time.monotonic()
-        super().end()
-
-    @property
-    def since_end_s(self) -> float:
-        """Seconds since that time, spent on transfers or on waiting for slower islands."""
-        return 0.0 if self._ended_at is None else time.monotonic() - self._ended_at
-
-    def seconds_per(self, samples: int) -> float:
-        """Seconds per sample without waiting for others; 0 where there were no samples."""
-        if self._ended_at is None or not samples:
-            return 0.0
-        return (self._ended_at - self._began) / samples
 
 
 def _shares_in(group: Mapping[str, Any]) -> Shares:
