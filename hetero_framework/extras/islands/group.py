@@ -257,19 +257,16 @@ class Group:
             if error is None:
                 self._has_met = True
                 return asking.result()
-            if not isinstance(error, (NetworkError, PeerAwayError)) or not self._may_pass(error):
+            if not isinstance(error, (NetworkError, PeerAwayError)):
+                raise error
+            # Asking again helps neither where keys are wrong, nor where it has never answered.
+            is_vain = not self._has_met or isinstance(error, IdentityError)
+            if is_vain and not isinstance(error, PeerAwayError):
                 raise error
             if not told:
                 _log.warning("%s; asking again until it answers", error.message)
             told = True
             self._pause(_RETRY_S)
-
-    def _may_pass(self, error: NetworkError | PeerAwayError) -> bool:
-        """Whether asking again may help: not where keys are wrong, nor where the lighthouse has
-        never answered."""
-        if isinstance(error, PeerAwayError):
-            return True
-        return self._has_met and not isinstance(error, IdentityError)
 
     def _wait(self, asking: Future[View], helps: Callable[[], bool] = lambda: True) -> None:
         before, self._waiting_since = self._waiting_since, self._waiting_since or time.monotonic()
