@@ -90,8 +90,16 @@ def mix(
     if data.mixing == "interleave":
         kept = [order[sources[order] == k] for k in range(len(sets))]
         order = _interleaved(kept, names, data, seed)
-    parts = _parts(names, sizes, sources[order]) if len(sets) > 1 else []
-    lines = [f"train: {len(order):,} examples, {data.mixing}d: {', '.join(parts)}"] if parts else []
+    lines = list[str]()
+    if (
+        len(sets) > 1
+    ):  # for each source its share of the order, and how many of its examples that is
+        counts = np.bincount(sources[order], minlength=len(names)).tolist()
+        parts = (
+            f"{name} {count / len(order):.1%} ({count:,} of {size:,})"
+            for name, count, size in zip(names, counts, sizes, strict=True)
+        )
+        lines.append(f"train: {len(order):,} examples, {data.mixing}d: {', '.join(parts)}")
     if len(held_out):
         lines.append(f"eval: {len(held_out):,} examples that are held out of training")
     whole = Examples.joined(sets)
@@ -100,15 +108,6 @@ def mix(
     numbers = np.concatenate([np.arange(size) for size in sizes])[order]
     train = whole.taken(order, each)
     return Mixture(tuple(names), train, sources[order], out, told, lines, numbers)
-
-
-def _parts(names: Sequence[str], sizes: Sequence[int], taken: np.ndarray) -> list[str]:
-    """For each source, its share of the order, and how many of its examples that is."""
-    counts = np.bincount(taken, minlength=len(names)).tolist()
-    return [
-        f"{name} {count / len(taken):.1%} ({count:,} of {size:,})"
-        for name, count, size in zip(names, counts, sizes, strict=True)
-    ]
 
 
 def _split(count: int, size: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
