@@ -104,7 +104,11 @@ class Conversion:
             self._change("training.objective", status=CHANGED, why=why)
         self._decide_adapter()
         self._fill_defaults()
-        self._scale_batch()
+        if (n := self.world_size) > 1:  # a step has the micro-batches of all processes
+            path = "training.gradient_accumulation_steps"
+            before = self.settings.get(path, 1)
+            self.settings[path] = before * n
+            self._change(path, status=CHANGED, why=f"{before} of each of {n} processes")
         self._settle()
 
     def sections(self, place: Callable[[str], str]) -> dict[str, Any]:
@@ -270,14 +274,6 @@ class Conversion:
         name, _, value = need.partition("=")
         found = self.settings.get(name) or self.given.get(name)
         return found == value if value else bool(found)
-
-    def _scale_batch(self) -> None:
-        """Give a step the micro-batches of all processes."""
-        path = "training.gradient_accumulation_steps"
-        if (n := self.world_size) > 1:
-            before = self.settings.get(path, 1)
-            self.settings[path] = before * n
-            self._change(path, status=CHANGED, why=f"{before} of each of {n} processes")
 
     def _settle(self) -> None:
         """Leave out what contradicts another setting, and name what is missing."""
