@@ -91,9 +91,7 @@ def mix(
         kept = [order[sources[order] == k] for k in range(len(sets))]
         order = _interleaved(kept, names, data, seed)
     lines = list[str]()
-    if (
-        len(sets) > 1
-    ):  # for each source its share of the order, and how many of its examples that is
+    if len(sets) > 1:  # each source's share of the order, and how many of its examples that is
         counts = np.bincount(sources[order], minlength=len(names)).tolist()
         parts = (
             f"{name} {count / len(order):.1%} ({count:,} of {size:,})"
