@@ -103,7 +103,7 @@ class ChainLoss(Objective):
         if not isinstance(loss, Tensor) or loss.dim() or means.keys() != set(self.metric_names):
             raise ModelError(
                 f"{LOSS}(output, target) has to return a mean over the examples, a tensor of no"
-                f" axes, or a pair of it and of a dictionary with the means that {METRICS} names",
+                f" axes, or a pair of it and of a dictionary with the means that {METRICS} names"
             )
         return loss, [torch.as_tensor(means[name]).float() for name in self.metric_names]
 

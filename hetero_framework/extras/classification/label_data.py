@@ -122,8 +122,7 @@ class WordFormatter(TextFormatter):
                     raise DataError(f"{record.where}: {field} must be a list", hint=_HINT)
             if len(words) != len(labels):
                 raise DataError(
-                    f"{record.where}: {len(labels)} {name} for {len(words)} {WORDS}",
-                    hint=_HINT,
+                    f"{record.where}: {len(labels)} {name} for {len(words)} {WORDS}", hint=_HINT
                 )
             if not all(isinstance(word, str) for word in words):
                 raise DataError(f"{record.where}: {WORDS} must be texts", hint=_HINT)

@@ -74,11 +74,7 @@ class Position:
     def as_info(self) -> dict[str, Any]:
         """The position as plain values, for `of` on another island."""
         info = {"step": self.step, "lineage": self.lineage, "trains": self.trains}
-        return info | {
-            "done": self.is_done,
-            "facts": dict(self.facts),
-            "says": dict(self.says),
-        }
+        return info | {"done": self.is_done, "facts": dict(self.facts), "says": dict(self.says)}
 
     def after_commit(self, step: int, view: View) -> Position:
         text = f"{self.lineage} {step} {view.key}"

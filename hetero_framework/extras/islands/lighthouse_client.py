@@ -40,11 +40,7 @@ class LighthouseClient:
     for a view and while `lively()`, called from a thread, is true."""
 
     def __init__(
-        self,
-        address: tuple[str, int],
-        access: Access,
-        member: Member,
-        lively: Callable[[], bool],
+        self, address: tuple[str, int], access: Access, member: Member, lively: Callable[[], bool]
     ) -> None:
         self._address, self._access, self._member = address, access, member
         self._lively = lively

@@ -380,11 +380,7 @@ class OuterRounds(SummedSteps):
         return steps
 
     def _commit(
-        self,
-        sending: _Sending,
-        after: OuterFragment,
-        steps: Mapping[str, Steps],
-        state: TrainState,
+        self, sending: _Sending, after: OuterFragment, steps: Mapping[str, Steps], state: TrainState
     ) -> TrainState:
         session, round_, fragment = self._present, self._round, sending.at.fragment
         assert round_ is not None

@@ -13,12 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero_framework.commands.options import DEFAULT_CONFIG
-from hetero_framework.config import (
-    LIGHTHOUSE_PORT,
-    Config,
-    host_and_port,
-    split_address,
-)
+from hetero_framework.config import LIGHTHOUSE_PORT, Config, host_and_port, split_address
 from hetero_framework.config.strict_json import parse_object
 from hetero_framework.core import addresses, timeouts, tls
 from hetero_framework.core.dial import Listener

@@ -21,11 +21,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, PretrainedConfig
 
 from hetero_framework.errors import ArchitectureError, ModelError
-from hetero_framework.extras.chains.chain import (
-    BundleForms,
-    ChainConfig,
-    tensor_in_order,
-)
+from hetero_framework.extras.chains.chain import BundleForms, ChainConfig, tensor_in_order
 from hetero_framework.models.cut.language import WeightUses
 from hetero_framework.models.cut.side import Way, put_at, tensors_at
 from hetero_framework.models.cut.tiny import config_for, stock_class

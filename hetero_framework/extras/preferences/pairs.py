@@ -19,11 +19,7 @@ from hetero_framework.config import DataConfig, TrainingConfig
 from hetero_framework.config.objectives import rows_of
 from hetero_framework.config.problems import shown
 from hetero_framework.data.batches import MicroBatch, collate
-from hetero_framework.data.conversations import (
-    CONVERSATION_FIELDS,
-    as_messages,
-    texts_of,
-)
+from hetero_framework.data.conversations import CONVERSATION_FIELDS, as_messages, texts_of
 from hetero_framework.data.examples import LARGEST, Examples
 from hetero_framework.data.formats import Formatter, Tokens, columns_hint, common, string_field
 from hetero_framework.data.kinds import ExampleKind

@@ -217,12 +217,7 @@ class Weight:
     slice of safetensors."""
 
     def __init__(
-        self,
-        form: Form,
-        name: str,
-        parts: Parts,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, form: Form, name: str, parts: Parts, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._form, self._dtype, self._device = form, dtype, device
         names, how = form.made[name], None

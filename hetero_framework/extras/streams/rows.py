@@ -39,12 +39,7 @@ from hetero_framework.data.sources import find_sources
 from hetero_framework.data.token_cache import tokenizer_text
 from hetero_framework.errors import DataError
 from hetero_framework.extras.streams.child import HEADER, Job
-from hetero_framework.extras.streams.reading import (
-    BLOCK_CHARACTERS,
-    BLOCK_ROWS,
-    compare,
-    contents,
-)
+from hetero_framework.extras.streams.reading import BLOCK_CHARACTERS, BLOCK_ROWS, compare, contents
 from hetero_framework.units import plural, size
 
 if TYPE_CHECKING:
@@ -270,10 +265,7 @@ def _close(process: subprocess.Popen[bytes], room: Semaphore, errors: IO[bytes])
 
 
 def stream(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int | None,
-    report: list[str],
+    config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, report: list[str]
 ) -> tuple[StreamRows, EndlessOrder, Any]:
     """The stream of data.train, whose process has begun to read, its order, and the mixture where
     it has several sources. Raises DataError."""

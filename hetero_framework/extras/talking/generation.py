@@ -146,9 +146,7 @@ class Generator:
 
     @staticmethod
     def _outliving(
-        cluster: Cluster,
-        generate: Callable[[], TextGeneration],
-        restore: Callable[[], None] | None,
+        cluster: Cluster, generate: Callable[[], TextGeneration], restore: Callable[[], None] | None
     ) -> TextGeneration:
         if restore is None:
             return generate()

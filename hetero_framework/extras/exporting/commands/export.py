@@ -6,12 +6,7 @@ import argparse
 from pathlib import Path
 
 from hetero_framework import registry
-from hetero_framework.commands.options import (
-    IMPORT,
-    OUTPUT_DIRECTORY,
-    option,
-    value,
-)
+from hetero_framework.commands.options import IMPORT, OUTPUT_DIRECTORY, option, value
 from hetero_framework.errors import UserError
 
 EXAMPLES = """
