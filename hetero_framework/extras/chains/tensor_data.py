@@ -138,21 +138,12 @@ class OwnData(TrainData):
     def step_batches(self, step: int) -> list[MicroBatch]:
         steps = max(1, self.steps_per_epoch)
         rows = self.order.step_indices(step)
-        return [self._own.collate(numbers, step // steps) for numbers in rows]
+        assert isinstance(self.examples, OwnExamples)
+        return [self.examples.collate(numbers, step // steps) for numbers in rows]
 
     def collate(self, examples: Any, rows: np.ndarray) -> MicroBatch:
         batch: MicroBatch = examples.collate(rows)
         return batch
-
-    @property
-    def forms(self) -> Forms:
-        """Shapes and types of a micro-batch's tensors."""
-        return self._own.forms
-
-    @property
-    def _own(self) -> OwnExamples:
-        assert isinstance(self.examples, OwnExamples)
-        return self.examples
 
 
 def load_own_data(config: Config) -> OwnData:
