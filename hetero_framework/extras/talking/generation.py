@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -33,7 +33,10 @@ from hetero_framework.models.verify.equivalence import (
     own_code,
     question,
 )
+from hetero_framework.trainer.metrics import StepLines
+from hetero_framework.trainer.observers import Due, Observer, RunStart, Watched
 from hetero_framework.trainer.setup import Sample
+from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.units import plural
 
 _log = logging.getLogger(__name__)
@@ -209,6 +212,24 @@ class Sampler:
             cluster.retrying(cluster.pipeline.abort)
             _log.warning("no samples any more, and the run goes on: %s", error.message)
             return []
+
+
+class SamplesFile(Observer):
+    """Writes samples.jsonl: the texts that a model continues while it trains."""
+
+    def __init__(self, run: Watched) -> None:
+        self._lines = StepLines(run.placed.prepared.config.output_dir / "samples.jsonl")
+
+    def begin(self, state: TrainState, run: RunStart, due: Due) -> None:
+        if any(line["step"] == state.step for line in self._lines.resume(state.step)):
+            due.done.add("sample")
+
+    def went_back(self, state: TrainState) -> None:
+        self._lines.resume(state.step)
+
+    def sampled(self, state: TrainState, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            self._lines.write({"step": state.step, **asdict(sample)})
 
 
 def max_positions(model_config: PretrainedConfig) -> int | None:
