@@ -24,11 +24,11 @@ from hetero_framework.engine.stage_api import GradientPart, StatePart
 from hetero_framework.errors import ConfigError, PeerAwayError, ProtocolError
 from hetero_framework.extras.islands import lighthouse
 from hetero_framework.extras.islands import opening as islands
-from hetero_framework.extras.islands.allreduce import SummedGradients
 from hetero_framework.extras.islands.group import STATE, Group, SessionStart
 from hetero_framework.extras.islands.lighthouse_client import LighthouseClient
 from hetero_framework.extras.islands.outer import OuterFragment
 from hetero_framework.extras.islands.outer_rounds import OuterRounds
+from hetero_framework.extras.islands.summed_steps import SummedGradients
 from hetero_framework.trainer import skipped_step
 from hetero_framework.trainer.coordinator import Coordinator, train
 from tests.extras.islands.helpers import StandIn, outcomes, serving, train_islands
