@@ -37,7 +37,7 @@ class Ledger:
         ends = [0, *(end for _, end in self.committed)]
         starts = [*(start for start, _ in self.committed), total]
         free = [(a, min(b, total)) for a, b in zip(ends, starts, strict=True) if a < min(b, total)]
-        return first_steps(free, count)
+        return steps_between(free, 0, count)
 
     def deal(self, counts: Mapping[str, int], total: int) -> dict[str, Steps]:
         """Each island's part of the open steps, one part after the other in the order of names.
@@ -47,7 +47,7 @@ class Ledger:
         if left < sum(counts.values()):
             counts = apportion(left, counts)
         ends = list(accumulate((counts[name] for name in sorted(counts)), initial=0))
-        parts = [_part(open_steps, start, end) for start, end in pairwise(ends)]
+        parts = [steps_between(open_steps, start, end) for start, end in pairwise(ends)]
         return dict(zip(sorted(counts), parts, strict=True))
 
     def commit(self, steps: Iterable[tuple[int, int]]) -> Ledger:
@@ -87,13 +87,8 @@ def count_steps(steps: Iterable[tuple[int, int]]) -> int:
     return sum(end - start for start, end in steps)
 
 
-def first_steps(steps: Iterable[tuple[int, int]], count: int) -> Steps:
-    """The first `count` of these steps: what an island has done of its part."""
-    return _part(steps, 0, count)
-
-
-def _part(steps: Iterable[tuple[int, int]], first: int, last: int) -> Steps:
-    """The steps from number `first` to before number `last`."""
+def steps_between(steps: Iterable[tuple[int, int]], first: int, last: int) -> Steps:
+    """Of these steps those from number `first` to before number `last`."""
     parts, before = [], 0
     for start, end in steps:
         a, b = max(start, start + first - before), min(end, start + last - before)

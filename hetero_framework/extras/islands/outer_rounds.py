@@ -30,7 +30,7 @@ from hetero_framework.engine.state_snapshot import digest
 from hetero_framework.errors import NumericError, ProtocolError
 from hetero_framework.extras.islands.compression import Compression, Packed, packed_bytes, unpack
 from hetero_framework.extras.islands.group import STATE
-from hetero_framework.extras.islands.ledger import Ledger, Steps, count_steps, first_steps
+from hetero_framework.extras.islands.ledger import Ledger, Steps, count_steps, steps_between
 from hetero_framework.extras.islands.links import SAME_VERSION, IslandSession, check_finite
 from hetero_framework.extras.islands.outer import (
     OuterFragment,
@@ -339,7 +339,7 @@ class OuterRounds(SummedSteps):
         island has taken no step since `began`. Raises MemberLost."""
         session, number, round_ = self._present, self._exchange, self._round
         assert round_ is not None
-        done = first_steps(_after(self._dealt, round_.committed), round_.done - round_.committed)
+        done = steps_between(self._dealt, round_.committed, round_.done)
         vote = {
             "hash": digest([StatePart(dict(after.weights), last=True)]),
             "steps": [list(part) for part in done],
@@ -548,22 +548,7 @@ class OuterRounds(SummedSteps):
 
 
 def _nth(steps: Steps, number: int) -> int:
-    for start, end in steps:
-        if number < end - start:
-            return start + number
-        number -= end - start
-    raise IndexError(number)
-
-
-def _after(steps: Steps, count: int) -> Steps:
-    """The steps without the first `count`."""
-    rest, left = [], count
-    for start, end in steps:
-        skipped = min(left, end - start)
-        left -= skipped
-        if start + skipped < end:
-            rest.append((start + skipped, end))
-    return tuple(rest)
+    return steps_between(steps, number, number + 1)[0][0]
 
 
 def _refuse_other_weights(session: IslandSession, hashes: Mapping[str, Any]) -> None:

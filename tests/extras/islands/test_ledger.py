@@ -14,9 +14,9 @@ from hetero_framework.extras.islands.ledger import (
     Ledger,
     Steps,
     count_steps,
-    first_steps,
     order_facts,
     split_step,
+    steps_between,
 )
 
 
@@ -59,7 +59,7 @@ def test_the_part_of_a_dead_island_is_dealt_first() -> None:
 def test_steps_of_an_island_that_did_not_finish_count() -> None:
     dealt = Ledger(((2, 4),)).deal({"a": 4, "b": 2}, total=100)
     assert dealt["a"] == ((0, 2), (4, 6))
-    ledger = Ledger(((2, 4),)).commit(first_steps(dealt["a"], 3))
+    ledger = Ledger(((2, 4),)).commit(steps_between(dealt["a"], 0, 3))
     assert ledger.committed == ((0, 5),)
     assert ledger.count == 5
 
@@ -112,7 +112,7 @@ def test_each_sample_is_trained_once_under_any_membership(
         counts = {name: steps for name, (steps, _) in islands.items()}
         deals = [ledger.deal(counts, run.total_steps) for ledger in ledgers.values()]
         assert all(deal == deals[0] for deal in deals)
-        done = [first_steps(deals[0][name], islands[name][1]) for name in islands]
+        done = [steps_between(deals[0][name], 0, islands[name][1]) for name in islands]
         if not succeeds:
             continue
         steps = tuple(steps for part in done for steps in part)
