@@ -80,7 +80,10 @@ class Generator:
     ) -> None:
         """A text has at most `most_tokens`. Raises ArchitectureError if the model cannot."""
         self._config, self._model_config, self._tokenizer = config, model_config, tokenizer
-        limits = [most_tokens, max_positions(model_config)]
+        limits = [most_tokens]
+        positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(positions, int) and positions > 0:  # as long as the model was made for
+            limits.append(positions)
         self.max_positions = min((limit for limit in limits if limit is not None), default=None)
         self.own_choice = Choice()
         if generation is not None and generation.do_sample:
@@ -230,12 +233,6 @@ class SamplesFile(Observer):
     def sampled(self, state: TrainState, samples: Sequence[Sample]) -> None:
         for sample in samples:
             self._lines.write({"step": state.step, **asdict(sample)})
-
-
-def max_positions(model_config: PretrainedConfig) -> int | None:
-    """The length of the longest text that the model was made for, in tokens, if it states it."""
-    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def admit_decoding(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Continuing:
