@@ -37,7 +37,6 @@ class Awq(Gptq):
     step = 8
 
     def checked(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """See Form."""
         made = super().checked(settings) | {"bits": 4, "desc_act": None}
         if str(made.get("backend")).lower() == "llm-awq":  # which packs otherwise
             raise self.refused("backend", "the layout gemm", made["backend"])
@@ -46,17 +45,14 @@ class Awq(Gptq):
         return made
 
     def layout(self, parts: Parts) -> Layout:
-        """See Form."""
         inputs, words = parts["values"].get_shape()
         groups = math.prod(parts["scales"].get_shape()[:1])
         return (words * 8, inputs), {"scales": [groups, words * 8], "zeros": [groups, words]}
 
     def zeros(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
-        """See Gptq."""
         return _outputs(parts["zeros"][:, first // 8 : last // 8].to(device))
 
     def numbers(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
-        """See Gptq."""
         return _outputs(parts["values"][:, first // 8 : last // 8].to(device))
 
 

@@ -125,7 +125,6 @@ class CompressedTensors(Form):
         return super().weight(name, slices, dtype, device)
 
     def layout(self, parts: Parts) -> Layout:
-        """See Form."""
         args, values = parts["how"]["scheme"].weights, parts["values"]
         found = {role: parts[role].get_shape() for role in self.ends if role in parts}
         bits = {"I32": 32, "U8": 8}.get(values.get_dtype(), args.num_bits)  # of a stored number
@@ -159,7 +158,6 @@ class CompressedTensors(Form):
         return (shape[0], shape[1]), expected
 
     def contents(self, parts: Parts, shape: tuple[int, ...]) -> None:
-        """See Form."""
         args = parts["how"]["scheme"].weights
         if "order" in parts and int((order := parts["order"][...]).max()) >= 0:
             if order.is_floating_point():
@@ -175,7 +173,6 @@ class CompressedTensors(Form):
             raise ValueError("it has zeros (weight_zero_point), and its group is symmetric")
 
     def rows(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
-        """See Form."""
         scheme, (shape, _) = parts["how"]["scheme"], self.layout(parts)
         args, values = scheme.weights, parts["values"][first:last].to(device)
         height, _ = _block(args, shape)

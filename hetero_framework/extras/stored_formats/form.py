@@ -101,7 +101,6 @@ class Form(ABC):
         return self.settings
 
     def weights(self, files: Mapping[str, str]) -> dict[str, dict[str, str]]:
-        """See StoredFormat."""
         self.files = files
         for name in files:
             base, end = self._split(name)
@@ -145,7 +144,6 @@ class Form(ABC):
     def weight(
         self, name: str, slices: Mapping[str, Any], dtype: torch.dtype, device: torch.device
     ) -> Any:
-        """See StoredFormat."""
         if "" in slices:
             if (stored := slices[""].get_dtype()) not in _FULL:
                 raise self.error(name, f"it is stored as {stored}, and no scales belong to it")

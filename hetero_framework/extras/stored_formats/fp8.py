@@ -65,7 +65,6 @@ class Fp8(Form):
         return [shape[-2:], (1, shape[-1]), *([] if is_stated else [_DEFAULT])]
 
     def layout(self, parts: Parts) -> Layout:
-        """See Form."""
         self.grid(parts)
         return values_shape(parts["values"]), {}
 
@@ -143,11 +142,9 @@ class ModelOpt(Fp8):
             raise self.refused("config_groups", "groups with weights") from error
 
     def blocks(self, stored: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """See Fp8."""
         return [{"fp8": shape[-2:], "nvfp4": (1, 16)}.get(self.algorithm, (1, shape[-1]))]
 
     def layout(self, parts: Parts) -> Layout:
-        """See Form."""
         sizes = [parts["global"].get_shape()] if "global" in parts else []
         if len(sizes) != (self.algorithm == "nvfp4") or any(map(_bare, sizes)):
             raise ValueError(f"scales of its scales have the shapes {sizes} in {self.algorithm}")
@@ -167,7 +164,6 @@ class Mxfp4(Form):
     axes = (4,)
 
     def layout(self, parts: Parts) -> Layout:
-        """See Form."""
         *sizes, each = parts["values"].get_shape()
         scales = parts["scales"].get_shape()
         if each != 16 or sizes != scales:

@@ -60,7 +60,6 @@ class Gptq(Form):
     step = 32
 
     def layout(self, parts: Parts) -> Layout:
-        """See Form."""
         bits, (words, out) = int(parts["how"]["bits"]), parts["values"].get_shape()
         groups = math.prod(parts["scales"].get_shape()[:1])
         if words * 32 % bits or out * bits % 32:
@@ -69,7 +68,6 @@ class Gptq(Form):
         return (out, inputs), {"scales": [groups, out], "zeros": zeros, "order": [inputs]}
 
     def contents(self, parts: Parts, shape: tuple[int, ...]) -> None:
-        """See Form."""
         how, (out, inputs), groups = parts["how"], shape, parts["scales"].get_shape()[0]
         size = _group(how, inputs, groups)
         if "order" in parts:
@@ -107,7 +105,6 @@ class Gptq(Form):
         return unpacked(parts["values"][:, first:last].to(device), bits).to(torch.int16)
 
     def rows(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
-        """See Form."""
         values = self.numbers(parts, first, last, device)
         scales = parts["scales"][:, first:last].to(device)
         zeros = self.zeros(parts, first, last, device)

@@ -34,7 +34,6 @@ class TorchAo(Form):
     types: Mapping[str, Sequence[str]] = {"zeros": ("I8", *FLOATS)}
 
     def weights(self, files: Mapping[str, str]) -> dict[str, dict[str, str]]:
-        """See StoredFormat."""
         every = super().weights(files)
         self.made = {re.sub(r"\._(\w+)$", r".\1", name): self.made[name] for name in self.made}
         return {name: parts for name, parts in every.items() if "" in parts} | self.made
@@ -54,7 +53,6 @@ class TorchAo(Form):
         return how
 
     def layout(self, parts: Parts) -> Layout:
-        """See Form."""
         shape, scales = parts["values"].get_shape(), parts["scales"].get_shape()
         types = [parts[role].get_dtype() for role in ("values", "scales")]
         if types[0] not in ("I8", "F8_E4M3", "F8_E5M2") or types[1] not in FLOATS:
@@ -81,7 +79,6 @@ class TorchAo(Form):
         return tuple(shape), {}
 
     def rows(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
-        """See Form."""
         values: Tensor = parts["values"][first:last].to(device)
         shape, _ = self.layout(parts)
 
