@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 from torch import Tensor
 
-from hetero_framework.config.host_names import split_address
+from hetero_framework.config.host_names import host_and_port, split_address
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
 from hetero_framework.core.connection import Connection
@@ -346,8 +346,7 @@ class IslandLinks:
         self._listener = Listener(host, 0)
         self._acceptor = Acceptor(access, self._greet)
         self._running = in_background(lambda: self._acceptor.run(self._listener), "island door")
-        shown = f"[{host}]" if ":" in host else host
-        self.member = Member(name, process, f"{shown}:{self._listener.port}")
+        self.member = Member(name, process, host_and_port(host, self._listener.port))
 
     def meet(self, view: View, timeout_s: float, check: Check) -> IslandSession:
         """Open new links to all other members, which do the same. Raises MemberLost for a member
