@@ -39,7 +39,7 @@ _EDGE = r"(?:(?<=\.)|(?=\.|$))"  # of a part of a module's name
 
 
 class Form(ABC):
-    """How the weights of one checkpoint are stored."""
+    """How the weights of one checkpoint are stored: a `StoredFormat`."""
 
     ends: ClassVar[Ends]
     """Ends of the names of a weight's tensors, by role. All forms have "values" and "scales"."""
