@@ -35,11 +35,7 @@ from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.consistency import stored_lines
 from hetero_framework.models.files.quantization import check_devices, devices_known, mixed_lines
 from hetero_framework.models.library import quiet_libraries
-from hetero_framework.models.sizing.memory import (
-    StageMemory,
-    estimate_memory,
-    recomputing,
-)
+from hetero_framework.models.sizing.memory import StageMemory, estimate_memory, recomputing
 from hetero_framework.models.sizing.streaming import BUS_RATE, FILE_RATE
 from hetero_framework.models.verify.boundary_contents import check_codec, crossing_lines
 from hetero_framework.tables import Part, lines, table

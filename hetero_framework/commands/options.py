@@ -89,10 +89,7 @@ SET = repeated(
     "NAME=VALUE",
     "replace a setting of the file, as in training.max_steps=10; may be repeated",
 )
-CONFIG = (
-    value("--config", "FILE", f"default: {DEFAULT_CONFIG}", default=DEFAULT_CONFIG),
-    SET,
-)
+CONFIG = (value("--config", "FILE", f"default: {DEFAULT_CONFIG}", default=DEFAULT_CONFIG), SET)
 KEYS = option("--keys", metavar="DIR", help="default: hetero_keys beside the configuration")
 ACCESS = (
     KEYS,

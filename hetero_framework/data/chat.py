@@ -371,10 +371,7 @@ def mark_turns(template: str) -> str:
             mark = _begin(loops[-1][0], taken)
         if mark is not None:
             # A tag's closing decides on the white space after it: the endif closes like this tag.
-            written += [
-                template[rest : tag.start(5)],
-                f"%}}{{% if true %}}{mark}{{% endif {close}",
-            ]
+            written += [template[rest : tag.start(5)], f"%}}{{% if true %}}{mark}{{% endif {close}"]
             rest = tag.end()
     return "".join([*written, template[rest:]])
 

@@ -137,8 +137,7 @@ class ConversationReader:
         message = _named(item)
         if not isinstance(message.get("role"), str):
             raise DataError(
-                f"{where} has no role; its fields are {listed(item)}",
-                hint=_MESSAGE_HINT,
+                f"{where} has no role; its fields are {listed(item)}", hint=_MESSAGE_HINT
             )
         _check_weight(message, where)
         check_media(message, where)

@@ -168,12 +168,7 @@ class Formatter:
     label_rows = 0
     """Number of rows at the end of an example that hold labels instead of tokens."""
 
-    def __init__(
-        self,
-        name: str,
-        tokenizer: PreTrainedTokenizerBase,
-        options: DataConfig,
-    ) -> None:
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, options: DataConfig) -> None:
         self.name = name
         self.tokenizer = tokenizer
         self.options = options

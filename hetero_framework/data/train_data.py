@@ -20,23 +20,11 @@ import numpy as np
 from hetero_framework import registry
 from hetero_framework.config import Config, DataConfig, TrainingConfig
 from hetero_framework.config.objectives import rows_of
-from hetero_framework.data.batches import (
-    LazyBatches,
-    MicroBatch,
-    SampleOrder,
-    pack,
-    padded_left,
-)
+from hetero_framework.data.batches import LazyBatches, MicroBatch, SampleOrder, pack, padded_left
 from hetero_framework.data.examples import Examples, ExamplesBuilder, ExampleSet, Rows, StreamedRows
 from hetero_framework.data.formats import Formatter, Tokens
 from hetero_framework.data.kinds import ExampleKind, Labels, formatter_for, kind_of
-from hetero_framework.data.sources import (
-    Record,
-    Source,
-    find_sources,
-    listed,
-    shorten,
-)
+from hetero_framework.data.sources import Record, Source, find_sources, listed, shorten
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.token_cache import find_entry
 from hetero_framework.data.tokenizer import TokenizersErrors, choose_pad_token

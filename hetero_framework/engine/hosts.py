@@ -174,12 +174,7 @@ class Host(Protocol):
         the last commit; None: before the first."""
 
     def state(
-        self,
-        stage: int,
-        kind: StateKind,
-        number: int,
-        step: int | None,
-        names: Sequence[str] = (),
+        self, stage: int, kind: StateKind, number: int, step: int | None, names: Sequence[str] = ()
     ) -> api.StatePart | None:
         """Part `number` of a stage's state after `step`, or of its present weights `names`; None
         until it has come. Asked for in ascending order. The caller releases it."""

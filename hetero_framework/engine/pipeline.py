@@ -147,10 +147,7 @@ class Pipeline:
     # -- one step, in order ---------------------------------------------------------------------
 
     def begin(
-        self,
-        info: api.StepInfo,
-        schedule: StepSchedule,
-        group: api.GradientSum | None = None,
+        self, info: api.StepInfo, schedule: StepSchedule, group: api.GradientSum | None = None
     ) -> None:
         """Announce a step to every host. The gradients of a summed step go to `group`."""
         self._share_weights(self._untold)

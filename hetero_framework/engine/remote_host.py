@@ -148,12 +148,7 @@ class RemoteHost(Host):
             self._ask_state(self.indexes[0], "checkpoint", 0, step)
 
     def state(
-        self,
-        stage: int,
-        kind: StateKind,
-        number: int,
-        step: int | None,
-        names: Sequence[str] = (),
+        self, stage: int, kind: StateKind, number: int, step: int | None, names: Sequence[str] = ()
     ) -> api.StatePart | None:
         message = self._ask_state(stage, kind, number, step, names)
         if message is None:
@@ -168,12 +163,7 @@ class RemoteHost(Host):
         return part
 
     def _ask_state(
-        self,
-        stage: int,
-        kind: StateKind,
-        number: int,
-        step: int | None,
-        names: Sequence[str] = (),
+        self, stage: int, kind: StateKind, number: int, step: int | None, names: Sequence[str] = ()
     ) -> Message | None:
         question = Message(m.StateRequest(stage, kind, number, step, tuple(names)))
         asked = stage, kind, number

@@ -230,12 +230,7 @@ class StageHost(Host):
         self._snapshot_step = step
 
     def state(
-        self,
-        stage: int,
-        kind: StateKind,
-        number: int,
-        step: int | None,
-        names: Sequence[str] = (),
+        self, stage: int, kind: StateKind, number: int, step: int | None, names: Sequence[str] = ()
     ) -> api.StatePart:
         live = self._executor.stage(stage)
         if kind == "weights":

@@ -233,10 +233,7 @@ class DurableSteps:
         return DurableStep(state, gathering.committed, stages, self._cut)
 
     def _write(
-        self,
-        state: TrainState,
-        stages: Mapping[int, HeldState],
-        beside: Mapping[str, torch.Tensor],
+        self, state: TrainState, stages: Mapping[int, HeldState], beside: Mapping[str, torch.Tensor]
     ) -> None:
         try:
             with self._store.begin(state.step) as writer:

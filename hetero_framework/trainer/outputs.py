@@ -58,12 +58,7 @@ from hetero_framework.models.files.export import (
     write_adapter,
     write_checkpoint,
 )
-from hetero_framework.models.files.weights import (
-    SINGLE_FILE,
-    Checkpoint,
-    as_loaded,
-    whole_model,
-)
+from hetero_framework.models.files.weights import SINGLE_FILE, Checkpoint, as_loaded, whole_model
 from hetero_framework.repository import CONFIG, resolve_model_path
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
 from hetero_framework.trainer.metrics import METRICS_FILE

@@ -25,11 +25,7 @@ _SHOWN = 16
 
 
 def judged(
-    state: TrainState,
-    losses: Sequence[float],
-    loss: float,
-    norm: Tensor,
-    config: Config,
+    state: TrainState, losses: Sequence[float], loss: float, norm: Tensor, config: Config
 ) -> StepOutcome:
     """The outcome of a step, from its micro-batches' losses, their sum and the gradients' norm."""
     if not (math.isfinite(loss) and bool(norm.isfinite())):

@@ -25,8 +25,7 @@ def records(path: Path) -> Iterator[Record]:
             value, end = parse(line, start, _at(where), ONE_A_LINE)
             if (rest := skip(line, end)) < len(line):
                 raise DataError(
-                    f"{where}: not JSON after column {end}: {shorten(line[rest:])}",
-                    hint=ONE_A_LINE,
+                    f"{where}: not JSON after column {end}: {shorten(line[rest:])}", hint=ONE_A_LINE
                 )
             yield record(where, value, line)
 

@@ -557,8 +557,7 @@ def made(callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback:
             return callback()
     if not isinstance(callback, TrainerCallback):
         raise ConfigError(
-            f"{callback!r} is no callback",
-            hint="derive it from transformers.TrainerCallback",
+            f"{callback!r} is no callback", hint="derive it from transformers.TrainerCallback"
         )
     return callback
 

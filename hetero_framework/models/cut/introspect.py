@@ -36,13 +36,7 @@ from hetero_framework.models.cut.language import (
     run_on_text,
 )
 from hetero_framework.models.cut.side import Call, Report, Side, Way, hollow, tensors_at
-from hetero_framework.models.cut.tiny import (
-    PROBE_ROWS,
-    PROBE_TOKENS,
-    probe_inputs,
-    shrink,
-    task_of,
-)
+from hetero_framework.models.cut.tiny import PROBE_ROWS, PROBE_TOKENS, probe_inputs, shrink, task_of
 from hetero_framework.models.library import LIBRARY_ERRORS, quiet_library
 from hetero_framework.models.rng import seed_cpu
 

@@ -308,8 +308,7 @@ def tiny_config(name: str, task: Task = "causal-lm") -> PretrainedConfig:
     model_type = multimodal_classes().get(name, name)
     if model_type not in CONFIG_MAPPING:
         raise ArchitectureError(
-            f"transformers knows no model type {model_type!r}",
-            hint=OWN_CLASS_HINT,
+            f"transformers knows no model type {model_type!r}", hint=OWN_CLASS_HINT
         )
     cls: Any = CONFIG_MAPPING[model_type]
     extra = _DEFAULTS.get(model_type, {})

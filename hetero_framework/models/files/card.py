@@ -104,9 +104,7 @@ def model_card(
         metadata=metadata.to_yaml(),
         title=title,
         load=load.format(
-            loader=loader,
-            base=name or "PATH-OF-THE-BASE-MODEL",
-            labels=_OF_LABELS * classifies,
+            loader=loader, base=name or "PATH-OF-THE-BASE-MODEL", labels=_OF_LABELS * classifies
         ),
         lists="\n\n".join(
             "\n".join([head, "", *(f"- {x}" for x in lists[head])]) for head in lists

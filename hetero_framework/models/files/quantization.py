@@ -53,8 +53,7 @@ def quantization_config(
         )
     if not (support := device.four_bit()).ok:
         raise DeviceError(
-            f"{device.name} cannot hold quantised weights: {support.reason}",
-            hint=_WITHOUT,
+            f"{device.name} cannot hold quantised weights: {support.reason}", hint=_WITHOUT
         )
     skipped = modules_left_alone(model_config)
     if stored is not None:
