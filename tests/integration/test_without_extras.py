@@ -213,7 +213,7 @@ print(json.dumps(told))
 """
 
 
-@pytest.mark.parametrize("extra", ["", *EXTRAS])
+@pytest.mark.parametrize("extra", ["", *dict.fromkeys(extra for extra, *_ in WANTS)])
 def test_who_wants_an_absent_extra_is_told_in_one_sentence(place: Path, extra: str) -> None:
     """And nobody else; the folder is deleted, without a name all are."""
     there = [

@@ -33,7 +33,7 @@ def files(section: str) -> dict[str, str]:
 
 def extended(folder: Path, section: str) -> Path:
     """A copy of the package with the files of a section."""
-    shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / PACKAGE, folder / PACKAGE)
     package = f"{PACKAGE}/extras/acme/__init__.py"
     for path, text in {package: '"""Acme."""\n', **files(section)}.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

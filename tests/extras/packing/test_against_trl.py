@@ -45,7 +45,7 @@ def saved(model_type: str, folder: Path) -> Path:
     ("model_type", "strategy", "lora"),
     [
         ("llama", "bfd", True),
-        ("llama", "bfd_split", False),
+        pytest.param("llama", "bfd_split", False, marks=pytest.mark.long),
         ("llama", "wrapped", True),
         *[pytest.param(name, "bfd", True, marks=pytest.mark.long) for name in _OTHERS],
         *[pytest.param(name, "bfd_split", False, marks=pytest.mark.long) for name in _OTHERS],

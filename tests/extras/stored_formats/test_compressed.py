@@ -143,7 +143,9 @@ def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.filterwarnings("ignore:You passed .quantization_config.:UserWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16]
+)
 @pytest.mark.parametrize("form", FORMATS)
 def test_weights_are_those_of_the_library(
     form: str, dtype: torch.dtype, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -136,12 +136,12 @@ finally:
 @pytest.mark.parametrize(
     ("place", "name", "times", "code"),
     [
-        ("close", "SIGTERM", 1, 0),
+        pytest.param("close", "SIGTERM", 1, 0, marks=pytest.mark.long),
         ("close", "line", 1, 0),
-        ("forget", "SIGINT", 2, 0),
+        pytest.param("forget", "SIGINT", 2, 0, marks=pytest.mark.long),
         ("after", "SIGHUP", 2, 0),
-        ("turn", "SIGTERM", 2, 75),
-        ("listen", "SIGHUP", 1, 75),
+        pytest.param("turn", "SIGTERM", 2, 75, marks=pytest.mark.long),
+        pytest.param("listen", "SIGHUP", 1, 75, marks=pytest.mark.long),
         ("early", "SIGTERM", 0, 75),
     ],
 )

@@ -37,8 +37,7 @@ Tensors = dict[str, torch.Tensor]
 # LayerNorm in old versions, experts merged, transposed, interleaved or in the order of another
 # list, parts put together, projections taken apart.
 SHORT: list[tuple[Task, str]] = [
-    *(("causal-lm", name) for name in ("gpt2", "bert", "gpt_neox", "qwen3_5_text", "mixtral")),
-    *(("causal-lm", name) for name in ("qwen3_moe", "deepseek_v4", "granitemoe", "olmo_hybrid")),
+    *(("causal-lm", name) for name in ("gpt2", "qwen3_5_text", "qwen3_moe", "deepseek_v4")),
     *(("causal-lm", name) for name in ("inkling2_text", "kimi_linear", "qwen4_exp_text")),
 ]
 MORE: list[tuple[Task, str]] = [
