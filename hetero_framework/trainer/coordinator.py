@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hetero_framework import control, errors, log, registry
 from hetero_framework.cluster.cluster import Cluster
+from hetero_framework.cluster.loaded_pipeline import Gradients
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.roles import Unnamed, check_coordinator, decide_role
 from hetero_framework.config import PLAN_FILE, Config, interval
@@ -35,6 +36,7 @@ from hetero_framework.engine.hosts import ReplicasChanged, StagesLost, StopWante
 from hetero_framework.engine.loading import BuildStages, load_stages
 from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.optimizer import LearningRate
+from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.objectives import objective_of
@@ -150,7 +152,6 @@ def train(
     objects = _objects(config, given, replan)
     absent = list(absent_extras(config, objects))
     config.check_metric(objective_of(config.training).evaluated, computes=COMPUTE in objects)
-    preprocess = control.having(PREPROCESS, given.get(PREPROCESS))
     access = access or access_of(config, "local")
     config = planned(config, access, resume=resume, fresh=fresh)
     if config.setting("island") is not None:
@@ -158,93 +159,143 @@ def train(
     check_optimizer(config.training)
     for check in asked("run_checks", config):
         check(config)
-    show = progress or Progress()
-    events = log.Events(config.output_dir / log.EVENTS_FILE, "coordinator")
-    store = CheckpointStore(config.checkpoints, config.training.save_total_limit)
-    directories = RunDirectories(config, store)
     resume = config.resume_step if resume is None else resume
-    log_of_run = _log_of_run(config, show, events)
-    armed = failpoints.armed("coordinator")
-    with StopRequest() as stop, directories, log_of_run, armed, preprocess:
-        for line in absent:
-            _log.info("%s", line)
-        try:
-            goes_on = resume is None and not fresh and directories.is_unfinished
-            checkpoint = newest_state(config, store, "latest" if goes_on else resume, goes_on)
-            if checkpoint is None:
-                directories.check_fresh()
-            kept = plan_in_force(checkpoint, config) if checkpoint is not None and replan else None
-            prepared = setup.prepare(config, kept)
-            computed = None
-            for make in asked("metrics", config, objects):
-                computed = make(given, prepared)
-            if checkpoint is not None:
-                checkpoint = same_run(checkpoint, prepared, must=not goes_on)
-            longest_s = config.training.longest_outage_s
-            # The workers of a run and their threads follow from the plan that was given.
-            with Cluster(
-                prepared.resolved.given,
-                max_frame_bytes=prepared.max_frame_bytes,
-                max_boundary_bytes=prepared.max_boundary_bytes,
-                build=build,
-                debug=debug,
-                run_id=directories.run_id,
-                workers=workers,
-                access=access,
-                should_stop=lambda: stop.requested is not None,
-                absence_s=min(longest_s, timeouts.REPLAN_S) if replan else None,
-                id_layers=introspect(prepared.model_config).id_readers,
-                statistics=introspect(prepared.model_config).statistics,
-                show_away=show.away,
-            ) as cluster:
-                facts = cluster.start(prepared.config.plan.owners)
-                prepared = setup.fit_devices(prepared, facts)
-                plan = None
-                for read in asked("predictions", config, objects):
-                    plan = read(prepared.config)
-                times = plan.pipeline if plan is not None else None
-                cluster.assemble(prepared.config, prepared.memory_limits, times)
-                with Observers() as observers:
-                    checkpoints = RunCheckpoints(store, cluster, prepared)
-                    observers.watch(
-                        [MetricsFile(config.output_dir), EventLog(events), Screen(show)]
-                    )
-                    callbacks = control.as_list(given.get("callbacks") or ())
-                    watched = Watched(
-                        Placement(prepared, facts, cluster.loaded.direct),
-                        store,
-                        lambda: stop.requested is not None,
-                        [*callbacks, *control.imported_callbacks()],
-                        stop.ask,
-                        directories.at_end,
-                    )
-                    observers.watch(extra_observers(watched, objects))
-                    plans = Plans(prepared, facts)
-                    for make in asked("plans", config, objects):
-                        plans = make(prepared, facts, survivors=replan)
-                    replicas = _replicas(prepared, cluster, checkpoints, stop, islands)
-                    run = Coordinator(
-                        prepared,
-                        cluster,
-                        checkpoints,
-                        directories,
-                        observers,
-                        show,
-                        stop,
-                        replicas,
-                        plans,
-                        plan.step_s if plan is not None else None,
-                        computed,
-                    )
-                    return run.run(checkpoint, goes_on)
-        except KeyboardInterrupt:
-            raise errors.StoppedEarly(
-                f"stopped at once by {stop.requested or 'Ctrl-C'}",
-                hint="the same command goes on after the newest state that was saved, if there is"
-                " any; --fresh begins anew",
-            ) from None
-        finally:
-            show.close()
+    arguments = _Arguments(resume, fresh, replan, debug, workers, access, islands, build)
+    return _Call(config, given, objects, arguments, progress or Progress()).run(absent)
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Arguments of `train`, which describes them, with their defaults filled in."""
+
+    resume: int | str | None
+    fresh: bool
+    replan: bool
+    debug: bool
+    workers: LocalWorkers | None
+    access: Access
+    islands: Access | None
+    build: BuildStages
+
+
+class _Call:
+    """One call of `train`: it opens what a run needs, has the run done, and closes it again."""
+
+    def __init__(
+        self, config: Config, given: Given, objects: set[str], arguments: _Arguments, show: Progress
+    ) -> None:
+        self._config, self._given, self._objects = config, given, objects
+        self._arguments, self._show = arguments, show
+        self._events = log.Events(config.output_dir / log.EVENTS_FILE, "coordinator")
+        self._store = CheckpointStore(config.checkpoints, config.training.save_total_limit)
+        self._directories = RunDirectories(config, self._store)
+        self._stop = StopRequest()
+
+    def run(self, absent: Iterable[str]) -> RunSummary:
+        """Do the run. `absent` are lines on what is left out, as its extra is not installed."""
+        log_of_run = _log_of_run(self._config, self._show, self._events)
+        armed = failpoints.armed("coordinator")
+        preprocess = control.having(PREPROCESS, self._given.get(PREPROCESS))
+        with self._stop, self._directories, log_of_run, armed, preprocess:
+            for line in absent:
+                _log.info("%s", line)
+            try:
+                return self._prepared()
+            except KeyboardInterrupt:
+                raise errors.StoppedEarly(
+                    f"stopped at once by {self._stop.requested or 'Ctrl-C'}",
+                    hint="the same command goes on after the newest state that was saved, if there"
+                    " is any; --fresh begins anew",
+                ) from None
+            finally:
+                self._show.close()
+
+    def _prepared(self) -> RunSummary:
+        """Find the state to begin with, read model and data, and do the run."""
+        config, store, resume = self._config, self._store, self._arguments.resume
+        is_cut_short = self._directories.is_unfinished and not self._arguments.fresh
+        goes_on = is_cut_short and resume is None
+        checkpoint = newest_state(config, store, "latest" if goes_on else resume, goes_on)
+        kept = None
+        if checkpoint is None:
+            self._directories.check_fresh()
+        elif self._arguments.replan:
+            kept = plan_in_force(checkpoint, config)
+        prepared = setup.prepare(config, kept)
+        computed = None
+        for make in asked("metrics", config, self._objects):
+            computed = make(self._given, prepared)
+        if checkpoint is not None:
+            checkpoint = same_run(checkpoint, prepared, must=not goes_on)
+        with self._cluster(prepared) as cluster, Observers() as observers:
+            coordinator = self._coordinator(prepared, cluster, observers, computed)
+            return coordinator.run(checkpoint, goes_on)
+
+    def _cluster(self, prepared: setup.Prepared) -> Cluster:
+        """Its workers and their threads follow from the plan that was given."""
+        arguments, structure = self._arguments, introspect(prepared.model_config)
+        longest_s = min(self._config.training.longest_outage_s, timeouts.REPLAN_S)
+        return Cluster(
+            prepared.resolved.given,
+            max_frame_bytes=prepared.max_frame_bytes,
+            max_boundary_bytes=prepared.max_boundary_bytes,
+            build=arguments.build,
+            debug=arguments.debug,
+            run_id=self._directories.run_id,
+            workers=arguments.workers,
+            access=arguments.access,
+            should_stop=lambda: self._stop.requested is not None,
+            absence_s=longest_s if arguments.replan else None,
+            id_layers=structure.id_readers,
+            statistics=structure.statistics,
+            show_away=self._show.away,
+        )
+
+    def _coordinator(
+        self,
+        prepared: setup.Prepared,
+        cluster: Cluster,
+        observers: Observers,
+        computed: ComputedMetrics | None,
+    ) -> Coordinator:
+        """Start the workers and what watches the run."""
+        config, objects, arguments = self._config, self._objects, self._arguments
+        facts = cluster.start(prepared.config.plan.owners)
+        prepared = setup.fit_devices(prepared, facts)
+        prediction = None
+        for read in asked("predictions", config, objects):
+            prediction = read(prepared.config)
+        times = prediction.pipeline if prediction is not None else None
+        cluster.assemble(prepared.config, prepared.memory_limits, times)
+        checkpoints = RunCheckpoints(self._store, cluster, prepared)
+        screen = Screen(self._show)
+        observers.watch([MetricsFile(config.output_dir), EventLog(self._events), screen])
+        callbacks = control.as_list(self._given.get("callbacks") or ())
+        watched = Watched(
+            Placement(prepared, facts, cluster.loaded.direct),
+            self._store,
+            lambda: self._stop.requested is not None,
+            [*callbacks, *control.imported_callbacks()],
+            self._stop.ask,
+            self._directories.at_end,
+        )
+        observers.watch(extra_observers(watched, objects))
+        plans = Plans(prepared, facts)
+        for make in asked("plans", config, objects):
+            plans = make(prepared, facts, survivors=arguments.replan)
+        return Coordinator(
+            prepared,
+            cluster,
+            checkpoints,
+            self._directories,
+            observers,
+            self._show,
+            self._stop,
+            _replicas(prepared, cluster, checkpoints, self._stop, arguments.islands),
+            plans,
+            prediction.step_s if prediction is not None else None,
+            computed,
+        )
 
 
 class Coordinator:
@@ -640,21 +691,7 @@ class Coordinator:
         part = self._part = self._replicas.part(state, self._data, self._count_items)
         batches, loaded = part.batches, self._cluster.loaded
         tokens = sum(map(token_count, batches))
-        about = part.number, 0, True, len(batches), part.num_items, state.loss_scale.value
-        info = StepInfo(*about, first_micro_batch=part.first_micro_batch)
-
-        with self._ending_within(timeouts.STEP_END_S):
-            try:
-                fed = batches
-                if self._reference is not None:
-                    fed = self._reference.added(self._cluster, batches, part.samples)
-                attempt = partial(loaded.attempt, info, fed, part.group)
-                computed = self._cluster.recovery.retrying(attempt)
-            except errors.OutOfMemory as error:
-                largest = max(batches, key=padded_count)
-                what = f"step {state.step + 1}, whose largest micro-batch has"
-                raise advised(error, largest, self._config.training, what) from error
-        losses, reports, stages = computed
+        losses, reports, stages = self._computed_part(part)
         if (count := self._count_of_substeps(due, len(batches))) < len(batches):
             self._give_up(due, batches[:count], losses[:count])
             return
@@ -695,18 +732,12 @@ class Coordinator:
             "loss": loss,
             "grad_norm": float(norm),
             "learning_rate": rate,
-            "tokens": tokens,
-            "padded_tokens": sum(map(padded_count, batches)),
-            "tokens_per_second": tokens / seconds,
-            "step_seconds": seconds,
-            "micro_batches": len(batches),
-            "pipeline_s": max(stage.step_s for stage in stages.values()),
-            "planned_s": self._planned_s,
-            "predicted_s": loaded.forecast.forecast.seconds if loaded.forecast else None,
+            **self._work_done(batches, seconds, stages),
+            **({} if commits else {"skipped": outcome.skip, "reason": outcome.reason}),
+            **measured,
+            **self._tokens(),
+            **self._replicas.metrics(),
         }
-        if not commits:
-            line |= {"skipped": outcome.skip, "reason": outcome.reason}
-        line |= {**measured, **self._tokens(), **self._replicas.metrics()}
         specs, moved = self._config.plan.stages, (traffic, self._cluster.traffic())
         line["stages"] = stage_lines(specs, stages, *moved, self._memory)
         self._metrics |= _numbers(line)
@@ -715,6 +746,46 @@ class Coordinator:
             self._leave_epoch()
         self._state = self._with_due()
         self._checkpoints.after_step(self._state, seconds)
+
+    def _computed_part(self, part: StepPart) -> Gradients:
+        """Send this replica's part of a step through all stages; no weight changes yet."""
+        state, loaded = self._state, self._cluster.loaded
+        info = StepInfo(
+            step=part.number,
+            attempt=0,
+            train=True,
+            micro_batches=len(part.batches),
+            num_items=part.num_items,
+            loss_scale=state.loss_scale.value,
+            first_micro_batch=part.first_micro_batch,
+        )
+        with self._ending_within(timeouts.STEP_END_S):
+            try:
+                batches = part.batches
+                if self._reference is not None:
+                    batches = self._reference.added(self._cluster, batches, part.samples)
+                attempt = partial(loaded.attempt, info, batches, part.group)
+                return self._cluster.recovery.retrying(attempt)
+            except errors.OutOfMemory as error:
+                largest = max(part.batches, key=padded_count)
+                what = f"step {state.step + 1}, whose largest micro-batch has"
+                raise advised(error, largest, self._config.training, what) from error
+
+    def _work_done(
+        self, batches: Sequence[MicroBatch], seconds: float, stages: Mapping[int, StageStatistics]
+    ) -> dict[str, Any]:
+        """What a step computed, and how long it took."""
+        tokens, forecast = sum(map(token_count, batches)), self._cluster.loaded.forecast
+        return {
+            "tokens": tokens,
+            "padded_tokens": sum(map(padded_count, batches)),
+            "tokens_per_second": tokens / seconds,
+            "step_seconds": seconds,
+            "micro_batches": len(batches),
+            "pipeline_s": max(stage.step_s for stage in stages.values()),
+            "planned_s": self._planned_s,
+            "predicted_s": forecast.forecast.seconds if forecast else None,
+        }
 
     def _with_due(self) -> TrainState:
         """The state, with what is due after its step."""
@@ -782,26 +853,23 @@ class Coordinator:
             return made
 
         def losses() -> list[float]:
-            info = StepInfo(self._state.step, 0, False, len(batches), 1)
-            predicts = None if computed is None else True
-            self._cluster.loaded.begin(replace(info, predicts=predicts))
+            info = StepInfo(
+                step=self._state.step,
+                attempt=0,
+                train=False,
+                micro_batches=len(batches),
+                num_items=1,
+                predicts=None if computed is None else True,
+            )
+            self._cluster.loaded.begin(info)
             return self._cluster.pipeline.run(LazyBatches(len(batches), batch))
 
         with self._ending_within(0.0):
             sums = self._cluster.retrying(losses)
         for _ in sums:
             self._tell(Observer.predicted, self._state, self._due)
-        mean = _total(sums) / sum(items)
-        of_tokens = {
-            "token_loss": mean,
-            "perplexity": math.inf if mean >= 700 else math.exp(mean),
-            "tokens": sum(items),
-        }
-        # For a batch without labels TRL's own loss is 0; with label smoothing the loss is NaN.
-        of_none = math.nan if training.label_smoothing_factor else 0.0
         metrics = {
-            "loss": sample_mean(sums, items, [*map(len, samples)], of_none),
-            **(of_tokens if self._objective.counts_tokens else {}),
+            **self._losses_of_set(sums, items, [*map(len, samples)]),
             "samples": count,
             "batches": len(batches),
             "seconds": time.perf_counter() - started,
@@ -814,6 +882,24 @@ class Coordinator:
             with pipeline.judging_outcomes():
                 metrics |= computed.of_set(pipeline.outcomes, *about)
         return metrics
+
+    def _losses_of_set(
+        self, sums: Sequence[float], items: Sequence[int], sizes: Sequence[int]
+    ) -> dict[str, float]:
+        """`loss`, `token_loss` and `perplexity` of an evaluation set; see `sample_mean` for what is
+        given."""
+        mean = _total(sums) / sum(items)
+        of_tokens = {
+            "token_loss": mean,
+            "perplexity": math.inf if mean >= 700 else math.exp(mean),
+            "tokens": sum(items),
+        }
+        # For a batch without labels TRL's own loss is 0; with label smoothing the loss is NaN.
+        of_none = math.nan if self._config.training.label_smoothing_factor else 0.0
+        return {
+            "loss": sample_mean(sums, items, sizes, of_none),
+            **(of_tokens if self._objective.counts_tokens else {}),
+        }
 
     def sample(self) -> None:
         """Have the model continue the sample_prompts, through the same pipeline. A request to stop
