@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from hetero_framework import registry
 from hetero_framework.cluster.cluster import Cluster
-from hetero_framework.config import Config, StageSpec
+from hetero_framework.config import AdapterConfig, Config, StageSpec
 from hetero_framework.config.asked_extras import asked
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.devices import open_device
@@ -142,24 +142,10 @@ def prepare(
     resolved, adapter_plan = Resolved.start(decided(config)), None
     if plan is not None:
         resolved = resolved.decide("shard_plan", list(plan), "the plan that the run had taken")
-    config = resolved.config
+    quiet_libraries(resolved.config.training.log_level)
+    resolved, new = _as_its_files_hold_it(resolved, say)
+    config, training = resolved.config, resolved.config.training
     assert config.model is not None
-    quiet_libraries(config.training.log_level)
-    for warning in config.warnings():
-        say(f"warning: {warning}")
-    held, lines = as_held(config.model, config.base_dir)
-    for line in lines:
-        say(f"warning: {line}")
-    if new := new_weights(held, config.base_dir):
-        begin = "they begin at random, from training.seed"
-        say(f"warning: the model {held.name_or_path!r} has no weights for {few(new)}: {begin}")
-    if held != config.model:
-        reason = "the checkpoint holds both ends of its tied weights"
-        tied = held.tie_word_embeddings
-        resolved = resolved.decide("model.tie_word_embeddings", tied, reason)
-        config = resolved.config
-    assert config.model is not None
-    training = config.training
     own = None if training.reads_text else registry.find("data", training.data_kind)(config)
     model_config = load_model_config(config.model, config.base_dir)
     for line in codec_lines(config, model_config):
@@ -183,18 +169,7 @@ def prepare(
     resolved, model_config = with_labels(resolved, model_config, data)
     config = resolved.config
     if config.adapter is not None:
-        from hetero_framework.models.adapters.lora import explicit_settings, plan_adapter
-
-        adapter_plan = plan_adapter(model_config, config.adapter, config.base_dir)
-        _check_head(new, adapter_plan)
-        for remark in adapter_plan.remarks:
-            _log.warning("%s", remark)
-        explicit = explicit_settings(config.adapter, adapter_plan)
-        if explicit != config.adapter:
-            reason = f"adapter: the settings are those of {config.adapter.init_from}"
-            resolved = resolved.decide("adapter", explicit.model_dump(mode="json"), reason)
-        if config.training.verify_architecture:
-            admit_adapter(model_config, adapter_plan)
+        resolved, adapter_plan = _with_adapter(resolved, config.adapter, model_config, new)
     check_objective(config, model_config, adapter_plan)
     _admit_cut(config, model_config, say)
     if data.settings.one_row:
@@ -218,6 +193,48 @@ def prepare(
     frame = largest_frame(model_config, boundary)
     about = (model_config, tokenizer, data, adapter_plan, memory, frame, boundary)
     return Prepared(resolved, *about, generation, sampler)
+
+
+def _as_its_files_hold_it(
+    resolved: Resolved, say: Callable[[str], object]
+) -> tuple[Resolved, Sequence[str]]:
+    """Decide what the model's files decide about its tied weights; also return the names of the
+    weights that they lack, which begin at random."""
+    config = resolved.config
+    assert config.model is not None
+    for warning in config.warnings():
+        say(f"warning: {warning}")
+    held, lines = as_held(config.model, config.base_dir)
+    for line in lines:
+        say(f"warning: {line}")
+    if new := new_weights(held, config.base_dir):
+        begin = "they begin at random, from training.seed"
+        say(f"warning: the model {held.name_or_path!r} has no weights for {few(new)}: {begin}")
+    if held != config.model:
+        reason = "the checkpoint holds both ends of its tied weights"
+        tied = held.tie_word_embeddings
+        resolved = resolved.decide("model.tie_word_embeddings", tied, reason)
+    return resolved, new
+
+
+def _with_adapter(
+    resolved: Resolved, adapter: AdapterConfig, model_config: PretrainedConfig, new: Sequence[str]
+) -> tuple[Resolved, AdapterPlan]:
+    """Plan the adapter, with the settings of the one that it begins with. `new` are the names of
+    the model's weights that begin at random."""
+    from hetero_framework.models.adapters.lora import explicit_settings, plan_adapter
+
+    plan = plan_adapter(model_config, adapter, resolved.config.base_dir)
+    _check_head(new, plan)
+    for remark in plan.remarks:
+        _log.warning("%s", remark)
+    explicit = explicit_settings(adapter, plan)
+    if explicit != adapter:
+        reason = f"adapter: the settings are those of {adapter.init_from}"
+        resolved = resolved.decide("adapter", explicit.model_dump(mode="json"), reason)
+    if resolved.config.training.verify_architecture:
+        admit_adapter(model_config, plan)
+    return resolved, plan
 
 
 def read_data(

@@ -21,7 +21,7 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -235,12 +235,7 @@ def build_shard(
         if device.type == "meta":
             model.tie_weights(recompute_mapping=False)
         elif checkpoint is None:
-            model.to_empty(device="cpu")
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.zero_()  # some are zeros from their constructor, by no rule
-                _initialize("", model, model, seed)
-            model.tie_weights(recompute_mapping=False)
+            _fill_at_random(model, seed)
             model.to(device)
         else:
             wanted, lent = _key_filter(model, whole, checkpoint)
@@ -257,21 +252,7 @@ def build_shard(
                     ignore_mismatched_sizes=True,  # named below
                     output_loading_info=True,
                 )
-            for name, actual, expected in sorted(report["mismatched_keys"]):
-                head = head_for(task_of(config))
-                raise ModelError(
-                    f"{name} of the checkpoint {checkpoint.source!r} has the shape {list(actual)};"
-                    f" its config.json says {list(expected)}",
-                    hint="put the config.json there that belongs to these weights"
-                    + (head.misfit if head is not None else ""),
-                )
-            if missing := sorted(report["missing_keys"]):
-                refuse_wrapped(checkpoint, whole.names)
-                shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-                raise ModelError(
-                    f"the checkpoint {checkpoint.source!r} lacks {len(missing)} weights that its"
-                    f" config.json asks for: {shown}"
-                )
+            _check_read(report, config, whole, checkpoint)
             model.config.name_or_path = checkpoint.source
             _check_finite(model, checkpoint.source)
         kept.put_into(model, whole)
@@ -279,6 +260,38 @@ def build_shard(
         if targets:
             partition.untie(model, whole, rng, targets)
         return Shard(model, config, whole, rng)
+
+
+def _fill_at_random(model: PreTrainedModel, seed: int) -> None:
+    """Give all parameters of a model on the device "meta" the weights that its rules draw."""
+    model.to_empty(device="cpu")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # some are zeros from their constructor, by no rule
+        _initialize("", model, model, seed)
+    model.tie_weights(recompute_mapping=False)
+
+
+def _check_read(
+    report: Mapping[str, Any], config: PretrainedConfig, whole: Skeleton, checkpoint: Checkpoint
+) -> None:
+    """Raise ModelError where transformers' `report` names tensors that it lacked, or of another
+    shape."""
+    for name, actual, expected in sorted(report["mismatched_keys"]):
+        head = head_for(task_of(config))
+        raise ModelError(
+            f"{name} of the checkpoint {checkpoint.source!r} has the shape {list(actual)};"
+            f" its config.json says {list(expected)}",
+            hint="put the config.json there that belongs to these weights"
+            + (head.misfit if head is not None else ""),
+        )
+    if missing := sorted(report["missing_keys"]):
+        refuse_wrapped(checkpoint, whole.names)
+        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise ModelError(
+            f"the checkpoint {checkpoint.source!r} lacks {len(missing)} weights that its"
+            f" config.json asks for: {shown}"
+        )
 
 
 def _check_finite(model: torch.nn.Module, source: str) -> None:
