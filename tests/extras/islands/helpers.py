@@ -12,12 +12,15 @@ from typing import Any
 
 from hetero_framework.config import Config
 from hetero_framework.core.dial import Listener
+from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.extras.islands.lighthouse import Lighthouse
+from hetero_framework.extras.islands.links import IslandLinks
 from hetero_framework.extras.islands.quorums import Quorums
 from hetero_framework.security.access import LOOPBACK_ONLY, Access
 from hetero_framework.trainer.coordinator import RunSummary, train
 from tests.pools import Notes
+from tests.waiting import WAIT_S
 
 PATIENCE_S = 60.0
 
@@ -67,6 +70,12 @@ def serving(
         if isinstance(quorums, StandIn):
             quorums.lighthouse = lighthouse
         yield lighthouse
+
+
+def links_of(name: str, process: str = "1") -> IslandLinks:
+    """An island's door on the loopback."""
+    sizes: dict[str, Any] = {"max_frame_bytes": DEFAULT_MAX_FRAME_BYTES, "liveness_s": WAIT_S}
+    return IslandLinks(name, process, LOOPBACK_ONLY, "127.0.0.1", **sizes)
 
 
 def train_islands(raws: Mapping[str, dict[str, Any]]) -> dict[str, RunSummary]:

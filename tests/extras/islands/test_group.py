@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import (
     ConfigError,
     GroupFinished,
     HeteroError,
+    IdentityError,
     NetworkError,
     PeerAwayError,
     ProtocolError,
@@ -26,23 +26,14 @@ from hetero_framework.extras.islands.group import Group, Position, SessionStart,
 from hetero_framework.extras.islands.island_messages import FinishedRun, Member, View
 from hetero_framework.extras.islands.lighthouse import FinishedRuns
 from hetero_framework.extras.islands.lighthouse_client import LighthouseClient
-from hetero_framework.extras.islands.links import IslandLinks
-from hetero_framework.security.access import LOOPBACK_ONLY
+from tests.extras.islands.helpers import links_of
 from tests.waiting import WAIT_S
 
 FACTS = {"data": "d", "island.sync_steps": 1}
 VIEW = View.of([Member("a", "1", "x"), Member("b", "1", "x")])
 
 
-def at(
-    step: int,
-    lineage: str = "",
-    *,
-    trains: bool = False,
-    done: bool = False,
-    run: str = "",
-    **facts: Any,
-) -> Position:
+def at(step: int, lineage: str = "", *, trains=False, done=False, run="", **facts) -> Position:
     return Position(step, lineage, trains, facts or FACTS, is_done=done, run=run)
 
 
@@ -135,10 +126,8 @@ class Answers(LighthouseClient):
         with self._there:
             self.asked += 1
             self._there.notify_all()
-            if (
-                not self._there.wait_for(lambda: self._answers or self.closed, WAIT_S)
-                or self.closed
-            ):
+            came = self._there.wait_for(lambda: self._answers or self.closed, WAIT_S)
+            if not came or self.closed:
                 raise NetworkError("closed")
             answer = self._answers.popleft()
         if isinstance(answer, HeteroError):
@@ -162,14 +151,7 @@ class Island:
         self, name: str, min_islands: int, check: Callable[[], None], wait_s: float
     ) -> None:
         self.answers = Answers()
-        self.links = IslandLinks(
-            name,
-            "1",
-            LOOPBACK_ONLY,
-            "127.0.0.1",
-            max_frame_bytes=DEFAULT_MAX_FRAME_BYTES,
-            liveness_s=WAIT_S,
-        )
+        self.links = links_of(name)
         self.group = Group(self.answers, self.links, min_islands, check, wait_s)
 
     def joins(self, position: Position) -> Future[SessionStart]:
@@ -200,11 +182,15 @@ def view_of(*islands: Island) -> View:
     return View.of([one.links.member for one in islands])
 
 
+def show(*islands: Island, views: int = 1) -> None:
+    """Each of these is answered that they are all here."""
+    for one in islands:
+        one.answers.put(*[view_of(*islands)] * views)
+
+
 def joined(positions: dict[Island, Position], views: int = 1) -> list[SessionStart]:
     """These, of so many views in turn: the first is met, the next answer `stay`."""
-    view = view_of(*positions)
-    for one in positions:
-        one.answers.put(*[view] * views)
+    show(*positions, views=views)
     asked = [one.joins(position) for one, position in positions.items()]
     return [found.result(WAIT_S) for found in asked]
 
@@ -222,8 +208,7 @@ def test_fewer_than_min_islands_wait_and_say_so(start: Open, logged: list[str]) 
     a.answers.put(view_of(a))
     a.answers.until_asked(2)
     assert a.group.waits
-    for one in (a, b):
-        one.answers.put(view_of(a, b))
+    show(a, b)
     b.joins(at(0)).result(WAIT_S)
     assert waiting.result(WAIT_S).session.members == ("a", "b")
     assert not a.group.waits
@@ -232,8 +217,7 @@ def test_fewer_than_min_islands_wait_and_say_so(start: Open, logged: list[str]) 
 
 def test_a_differing_island_is_told_the_setting_and_the_others_go_on(start: Open) -> None:
     a, b, c = start("a"), start("b"), start("c")
-    for one in (a, b, c):
-        one.answers.put(view_of(a, b, c))
+    show(a, b, c)
     odd = a.joins(at(0, **{**FACTS, "data": "other"}))
     others = [b.joins(at(0)), c.joins(at(0))]
     with pytest.raises(ConfigError) as error:
@@ -243,8 +227,7 @@ def test_a_differing_island_is_told_the_setting_and_the_others_go_on(start: Open
     )
     assert [found.result(WAIT_S).source for found in others] == ["b", "b"]
     a.group.close("it ends")
-    for one in (b, c):
-        one.answers.put(view_of(b, c))
+    show(b, c)
     assert not b.group.stay()
     asked = [one.joins(at(0)) for one in (b, c)]
     assert [found.result(WAIT_S).session.members for found in asked] == [("b", "c")] * 2
@@ -252,8 +235,7 @@ def test_a_differing_island_is_told_the_setting_and_the_others_go_on(start: Open
 
 def test_a_newcomer_with_other_settings_does_not_stop_the_group(start: Open) -> None:
     a, b = start("a"), start("b")
-    for one in (a, b):
-        one.answers.put(view_of(a, b))
+    show(a, b)
     new, old = a.joins(at(50, data="other")), b.joins(at(3, "x", trains=True))
     with pytest.raises(ConfigError, match="data is 'other' here"):
         new.result(WAIT_S)
@@ -270,27 +252,34 @@ def test_members_stay_while_the_lighthouse_is_away(start: Open, logged: list[str
     assert any("no lighthouse; the members stay as they are" in line for line in logged)
 
 
-def test_joining_waits_for_a_lighthouse_that_has_gone_away(start: Open, logged: list[str]) -> None:
+@pytest.mark.parametrize("error", [NetworkError("it is gone"), PeerAwayError("they are late")])
+def test_joining_waits_for_a_lighthouse_that_has_gone_away(
+    error: HeteroError, start: Open, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 0.0)
     a = start("a")
-    a.answers.put(view_of(a))
-    a.joins(at(0)).result(WAIT_S)
+    joined({a: at(0)})
     a.group.leave("it joins again")
-    a.answers.put(NetworkError("no lighthouse"), NetworkError("no lighthouse"), view_of(a))
+    a.answers.put(error, error, view_of(a))
     assert a.joins(at(0)).result(WAIT_S).session.members == ("a",)
     assert sum("asking again until it answers" in line for line in logged) == 1
 
 
-def test_a_lighthouse_that_never_answered_ends_the_run(start: Open) -> None:
+@pytest.mark.parametrize(
+    "error", [IdentityError("wrong keys"), NetworkError("nobody"), ConfigError("two of one name")]
+)
+def test_a_run_that_cannot_begin_ends_with_why(error: HeteroError, start: Open) -> None:
     a = start("a")
-    a.answers.put(NetworkError("no lighthouse"))
-    with pytest.raises(NetworkError, match="no lighthouse"):
+    a.answers.put(error)
+    with pytest.raises(type(error), match=error.message):
         a.joins(at(0)).result(WAIT_S)
 
 
-def test_another_error_of_the_lighthouse_ends_the_run(start: Open) -> None:
+def test_keys_that_count_no_more_end_the_wait_for_others(start: Open) -> None:
     a = start("a")
-    a.answers.put(ConfigError("two islands of one name"))
-    with pytest.raises(ConfigError, match="two islands of one name"):
+    a.answers.put(view_of(a), IdentityError("its certificate was revoked"))
+    a.joins(at(0)).result(WAIT_S)
+    with pytest.raises(IdentityError, match="revoked"):
         a.joins(at(0)).result(WAIT_S)
 
 
@@ -300,8 +289,7 @@ def test_a_newcomer_joins_before_the_next_step(start: Open) -> None:
     assert a.group.stay()
     assert b.group.stay()
     newcomer = c.joins(at(0))
-    for one in (a, b, c):
-        one.answers.put(view_of(a, b, c))
+    show(a, b, c)
     assert not a.group.stay()
     assert not b.group.stay()
     asked = [one.joins(at(4, "x", trains=True)) for one in (a, b)]
@@ -325,8 +313,7 @@ def test_members_that_are_not_answered_go_on_without_waiting(start: Open) -> Non
 def test_all_members_that_have_joined_ask_for_the_next_view(start: Open) -> None:
     """Who waited for the others has asked already, and would lag behind them from step to step."""
     a, b = start("a"), start("b")
-    for one in (a, b):
-        one.answers.put(view_of(a, b))
+    show(a, b)
     early = b.joins(at(0))
     b.answers.until_asked(2)
     for found in (early, a.joins(at(0))):
@@ -352,8 +339,7 @@ def test_a_meeting_to_which_not_all_come_ends_with_the_next_view(
 
 def test_a_newcomer_waits_until_the_others_finish_their_step(start: Open) -> None:
     a, b = start("a"), start("b")
-    for one in (a, b):
-        one.answers.put(view_of(a, b))
+    show(a, b)
     early = b.joins(at(0))
     b.answers.until_asked(2)  # and is not answered: a has not asked again
     assert a.joins(at(3, "x", trains=True)).result(WAIT_S).behind == ("b",)
@@ -370,8 +356,7 @@ def test_a_view_that_came_before_a_member_was_lost_is_used(start: Open) -> None:
     assert a.group.stay()
     assert b.group.stay()
     first[1].session.close("")
-    for one in (a, b):
-        one.answers.put(view_of(a, b))
+    show(a, b)
     assert not b.group.stay()
     asked = [one.joins(at(0)) for one in (a, b)]
     assert [found.result(WAIT_S).session.members for found in asked] == [("a", "b")] * 2
@@ -403,8 +388,7 @@ class Unsaid(Position):
 
 def test_an_island_without_a_position_ends_and_the_others_go_on(start: Open) -> None:
     a, b, c = start("a"), start("b"), start("c")
-    for one in (a, b, c):
-        one.answers.put(view_of(a, b, c))
+    show(a, b, c)
     asked = [one.joins(at(0)) for one in (a, c)]
 
     def come() -> None:
@@ -414,8 +398,7 @@ def test_an_island_without_a_position_ends_and_the_others_go_on(start: Open) -> 
     with pytest.raises(ProtocolError, match=r"does not take what this island says: .*no position"):
         come()
     b.group.close("it ends")
-    for one in (a, c):
-        one.answers.put(view_of(a, c))
+    show(a, c)
     assert [found.result(WAIT_S).session.members for found in asked] == [("a", "c")] * 2
 
 

@@ -16,7 +16,7 @@ import torch
 from hetero_framework.core import messages as m
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import connect
-from hetero_framework.core.frames import DEFAULT_MAX_FRAME_BYTES, WireTensor
+from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import Message
 from hetero_framework.core.tensors import to_wire
 from hetero_framework.core.threads import in_background, wait_for
@@ -25,7 +25,7 @@ from hetero_framework.extras.islands import island_messages as im
 from hetero_framework.extras.islands import links as module
 from hetero_framework.extras.islands.island_messages import Member, View
 from hetero_framework.extras.islands.links import LEAVES, IslandLinks, IslandSession, MemberLost
-from hetero_framework.security.access import LOOPBACK_ONLY
+from tests.extras.islands.helpers import links_of
 from tests.waiting import WAIT_S
 
 
@@ -39,15 +39,7 @@ class Coast:
         self._links: dict[str, IslandLinks] = {}
 
     def open(self, name: str, process: str = "1") -> IslandLinks:
-        links = IslandLinks(
-            name,
-            process,
-            LOOPBACK_ONLY,
-            "127.0.0.1",
-            max_frame_bytes=DEFAULT_MAX_FRAME_BYTES,
-            liveness_s=WAIT_S,
-        )
-        self._links[f"{name} {process}"] = links
+        links = self._links[f"{name} {process}"] = links_of(name, process)
         return links
 
     def close(self) -> None:
@@ -194,7 +186,7 @@ def test_messages_sent_before_a_member_left_count(coast: Coast) -> None:
 
 
 def test_a_decision_reaches_every_remaining_member(coast: Coast) -> None:
-    a, b, c = together(coast.open("a"), coast.open("b"), coast.open("c"))
+    a, b, c = together(*map(coast.open, "abc"))
     b.close("it is gone")
     lost(a)
     for name in ("b", "c"):
@@ -223,19 +215,14 @@ def test_a_refused_island_learns_why_and_the_others_lose_it(coast: Coast) -> Non
     assert lost(c).name == "b"
 
 
-def heard_wrong(session: IslandSession) -> None:
-    """Once this island has been told."""
-    while session.wrong is None:
-        session.wait_for_more(0.01)
-
-
 def test_a_refusal_after_the_session_arrives_at_the_next_meeting(coast: Coast) -> None:
     links = [coast.open(name) for name in "abc"]
     a, b, _ = together(*links)
     links[2].part("it goes")
     assert lost(b).name == "c"
     a.refuse("b", ProtocolError("island b says 3"))
-    heard_wrong(b)
+    while b.wrong is None:  # until it has been told
+        b.wait_for_more(0.01)
     with pytest.raises(ProtocolError, match=r"island a does not take .*: island b says 3"):
         links[1].meet(view_of(*links), WAIT_S, nothing)
 
@@ -334,7 +321,6 @@ def test_no_message_is_sent_before_the_welcome(coast: Coast) -> None:
 
 
 def test_another_view_ends_the_meeting(coast: Coast) -> None:
-    """Islands with another view are not waited for."""
     a, b, c = map(coast.open, "abc")
     waiting = meeting(a, view_of(a, b, c))
     other = meeting(b, view_of(a, b))
@@ -351,7 +337,6 @@ def test_another_process_of_an_island_is_refused(coast: Coast) -> None:
     hello = im.IslandHello("b", "1", "a", view.key, 1 << 20)
     with Stranger(a) as (connection, heard):
         answer = connection.ask(Message(hello), WAIT_S)
-        assert answer is not None
         assert (answer.body.code, answer.body.message) == (
             "stale",
             "the group has another process of this island",
@@ -387,14 +372,8 @@ class Stranger:
         host, _, port = links.member.address.rpartition(":")
         stream = connect(host, int(port), WAIT_S, who="the island")
         self.heard: list[Message] = []
-        self.ended = threading.Event()
-        self.connection = Connection(
-            stream,
-            "the island",
-            im.NEWCOMER,
-            lambda _, message: self.heard.append(message),
-            lambda _, reason: self.ended.set(),
-        )
+        calls = (lambda _, message: self.heard.append(message), lambda *_: None)
+        self.connection = Connection(stream, "the island", im.NEWCOMER, *calls)
         self.connection.start()
 
     def __enter__(self) -> tuple[Connection, list[Message]]:
@@ -409,10 +388,8 @@ def admitted(a: IslandLinks, name: str = "b") -> tuple[Stranger, Future[IslandSe
     view = View.of([a.member, Member(name, "1", "127.0.0.1:1")])
     waiting = meeting(a, view)
     other = Stranger(a)
-    answer = other.connection.ask(
-        Message(im.IslandHello(name, "1", "a", view.key, 1 << 20)), WAIT_S
-    )
-    assert answer is not None
+    hello = Message(im.IslandHello(name, "1", "a", view.key, 1 << 20))
+    answer = other.connection.ask(hello, WAIT_S)
     assert isinstance(answer.body, im.IslandWelcome)
     return other, waiting
 
@@ -455,8 +432,7 @@ def test_a_member_with_invalid_messages_is_lost_without_side_effects(
         finally:
             other.connection.close()
     assert lost(waiting.result(WAIT_S)).name == "b"
-    b = coast.open("b")
-    a_circle, _ = together(a, b)
+    a_circle, _ = together(a, coast.open("b"))
     a_circle.check()
 
 
@@ -500,5 +476,4 @@ def test_islands_that_wait_for_another_session_are_few(
             other, _ = stack.enter_context(Stranger(a))
             hello = Message(im.IslandHello(name, "1", "a", "a view", 1 << 20))
             answer = other.ask(hello, WAIT_S if name == "d" else 0.05)
-    assert answer is not None
     assert answer.expect(m.Reject).message == "2 islands wait here"
