@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from tests.extras.islands.helpers import StandIn, outcomes, serving, train_islan
 from tests.installed import needs
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.pools import Notes, Pool
-from tests.samples import save_llama, save_texts
+from tests.samples import plan_of, save_llama, save_texts
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
@@ -74,23 +74,34 @@ def island(
     first_worker: int = 1,
 ) -> dict[str, Any]:
     own = {
-        "verify_architecture": False,
-        "probe_longest_batch": False,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": rows,
-        "gradient_accumulation_steps": accumulation,
+        **{"verify_architecture": False, "probe_longest_batch": False, "max_steps": STEPS},
+        **{"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation},
         **(training or {}),
     }
-    bounds = [0, *cuts, 6]
     owners = ["local", *range(first_worker, first_worker + len(cuts))]
-    plan = [
-        {"id": owner, "start": start, "end": end}
-        for owner, start, end in zip(owners, bounds, bounds[1:], strict=False)
-    ]
+    plan = plan_of(*zip(owners, [*cuts, 6], strict=True))
     raw = pool.config(output, cuts, training=own, shard_plan=plan, **settings)
     if section is not None:
         raw["island"] = {"lighthouse": "127.0.0.1:29510", "min_islands": 2, **section}
     return raw
+
+
+def train_pair(
+    pool: Pool, output: Path, cuts: Sequence[list[int]], settings: dict[str, Any], **own: Any
+) -> None:
+    """Islands a and b, each cut before these layers, into the folders of their names."""
+    section = own.pop("section", {})
+    train_islands(
+        {
+            name: island(
+                *(pool, output / name, own_cuts, settings),
+                section={"name": name, **section},
+                first_worker=first,
+                **own,
+            )
+            for name, own_cuts, first in (("a", cuts[0], 1), ("b", cuts[1], 3))
+        }
+    )
 
 
 def lines(output: Path, *keys: str) -> list[dict[str, Any]]:
@@ -114,28 +125,16 @@ def test_two_islands_of_any_plans_are_one_training(
         take(host, message, body)
 
     monkeypatch.setattr(RemoteHost, "_take_gradients", note)
-    whole = island(pool, tmp_path / "whole", [], settings, rows=4, accumulation=3)
+    fours: dict[str, Any] = {"rows": 4, "accumulation": 3}
+    whole = island(pool, tmp_path / "whole", [], settings, **fours)
     train(Config.from_dict(whole), progress=Notes())
     for name, a_cuts, b_cuts in (("one", [], []), ("cut", [2, 4], [3])):
+        folder, most = tmp_path / name, {**fours, "section": {"name": "a", "share": 3}}
+        least: dict[str, Any] = {"section": {"name": "b", "share": 1}, "first_worker": 3}
         train_islands(
             {
-                "a": island(
-                    pool,
-                    tmp_path / name / "a",
-                    a_cuts,
-                    settings,
-                    rows=4,
-                    accumulation=3,
-                    section={"name": "a", "share": 3},
-                ),
-                "b": island(
-                    pool,
-                    tmp_path / name / "b",
-                    b_cuts,
-                    settings,
-                    section={"name": "b", "share": 1},
-                    first_worker=3,
-                ),
+                "a": island(pool, folder / "a", a_cuts, settings, **most),
+                "b": island(pool, folder / "b", b_cuts, settings, **least),
             }
         )
     assert all(lasts.count(False) >= lasts.count(True) for lasts in came.values()), came
@@ -168,20 +167,8 @@ def test_islands_deal_the_samples_of_a_stream(
     training = {"train_sampling_strategy": "sequential"}
     for name in ("file", "stream"):
         data = {"train": str(texts), "max_length": 64, "streaming": name == "stream"}
-        of_both = {**settings, "data": data}
-        train_islands(
-            {
-                key: island(
-                    pool,
-                    tmp_path / name / key,
-                    [],
-                    of_both,
-                    section={"name": key, **section},
-                    training=training,
-                )
-                for key in "ab"
-            }
-        )
+        own = {"section": section, "training": training}
+        train_pair(pool, tmp_path / name, ([], []), {**settings, "data": data}, **own)
     for key in "ab":
         file, stream = tmp_path / "file" / key, tmp_path / "stream" / key
         assert lines(stream, "step", "loss") == lines(file, "step", "loss")
@@ -203,16 +190,9 @@ def test_islands_sum_a_weight_of_several_stages_place_by_place(
 ) -> None:
     model = save_llama(tmp_path / "tied", tie_word_embeddings=True)
     tied = {**settings, "model": {"name_or_path": str(model)}}
-    for name, a_cuts, b_cuts in (("one", [], []), ("cut", [2, 4], [3])):
-        own, folder = {"accumulation": 3}, tmp_path / name
-        a, b = {"name": "a", "share": 1}, {"name": "b", "share": 1}
-        train_islands(
-            {
-                "a": island(pool, folder / "a", a_cuts, tied, section=a, **own),
-                "b": island(pool, folder / "b", b_cuts, tied, section=b, first_worker=3, **own),
-            }
-        )
-        assert_same(weights(folder / "a"), weights(folder / "b"))
+    for name, cuts in (("one", ([], [])), ("cut", ([2, 4], [3]))):
+        train_pair(pool, tmp_path / name, cuts, tied, section={"share": 1}, accumulation=3)
+        assert_same(weights(tmp_path / name / "a"), weights(tmp_path / name / "b"))
     found = [lines(tmp_path / name / "a", "loss", "grad_norm") for name in ("one", "cut")]
     assert found[0] == found[1]
     assert_same(weights(tmp_path / "one" / "a"), weights(tmp_path / "cut" / "a"))
@@ -252,16 +232,7 @@ def test_a_step_that_is_not_finite_on_one_island_is_told_with_its_own_samples(
     monkeypatch.setattr(Stage, "_outcome", infinite)
     monkeypatch.setattr(skipped_step, "check_not_too_many", note)
     order = {"train_sampling_strategy": "sequential", "max_steps": 2}
-    made = {
-        name: island(
-            *(pool, tmp_path / name, [], settings),
-            accumulation=4,
-            section={"name": name},
-            training=order,
-        )
-        for name in "ab"
-    }
-    train_islands(made)
+    train_pair(pool, tmp_path, ([], []), settings, accumulation=4, training=order)
     [step_2] = [line for line in lines(tmp_path / "b", "step", "island") if line["step"] == 2]
     assert step_2["island"]["sample_ids"] == {"a": [8, 9, 10, 11], "b": [12, 13, 14, 15]}
     assert told["a"] == "non-finite losses or gradients of island b"
@@ -278,11 +249,7 @@ def test_a_step_that_a_rule_skips_on_one_island_is_skipped_on_all(
 
     monkeypatch.setattr(skipped_step, "RULES", [rule])
     training = {"max_steps": 3, "max_skipped_steps": 0}
-    made = {
-        name: island(pool, tmp_path / name, [], settings, section={"name": name}, training=training)
-        for name in "ab"
-    }
-    train_islands(made)
+    train_pair(pool, tmp_path, ([], []), settings, training=training)
     for name in "ab":
         text = (tmp_path / name / "metrics.jsonl").read_text(encoding="utf-8")
         reasons = [json.loads(line).get("reason") for line in text.splitlines()]
@@ -318,8 +285,7 @@ def test_an_invalid_island_is_told_why_and_the_others_go_on(
     )
     assert isinstance(found["b"], ProtocolError)
     assert "island b sends a gradient of" in str(found["b"])  # by the first to notice
-    whole = island(pool, tmp_path / "whole", [], settings)
-    train(Config.from_dict(whole), progress=Notes())
+    train(Config.from_dict(island(pool, tmp_path / "whole", [], settings)), progress=Notes())
     losses = [line["loss"] for line in lines(tmp_path / "whole", "loss")]
     for name in "ac":
         own = lines(tmp_path / name, "loss", "island")
@@ -357,9 +323,8 @@ def test_an_island_with_other_settings_is_told_which(
     other = island(pool, tmp_path / "b", [], {**settings, "adapter": LORA})
     other["model"] = {**other["model"], "name_or_path": str(same)}
     for name, raw in (("a", one), ("b", other)):
-        raw["island"] = {
-            **{"name": name, "lighthouse": "127.0.0.1:29510", "min_islands": 2, "wait_s": 0.1}
-        }
+        raw["island"] = {"name": name, "lighthouse": "127.0.0.1:29510", "min_islands": 2}
+        raw["island"]["wait_s"] = 0.1
     for section, change in DIFFERENT[key].items():
         if section == "model" and change == "other":
             save_llama(tmp_path / "other", seed=1)
@@ -403,29 +368,6 @@ def test_a_single_island_that_averages_trains_as_without_islands(
 ROUNDS = {"sync_steps": 2, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
 
 
-def train_rounds(
-    pool: Pool,
-    output: Path,
-    cuts: tuple[list[int], list[int]],
-    settings: dict[str, Any],
-    **section: Any,
-) -> None:
-    train_islands(
-        {
-            name: island(
-                pool,
-                output / name,
-                own,
-                settings,
-                section={"name": name, **ROUNDS, **section},
-                training={"max_steps": 8},
-                first_worker=first,
-            )
-            for name, own, first in (("a", cuts[0], 1), ("b", cuts[1], 3))
-        }
-    )
-
-
 @pytest.mark.parametrize(
     "section",
     [
@@ -444,8 +386,9 @@ def train_rounds(
 def test_rounds_do_not_depend_on_the_islands_plans(
     pool: Pool, settings: dict[str, Any], tmp_path: Path, section: dict[str, Any]
 ) -> None:
-    train_rounds(pool, tmp_path / "one", ([], []), settings, **section)
-    train_rounds(pool, tmp_path / "cut", ([2, 4], [3]), settings, **section)
+    own = {"section": {**ROUNDS, **section}, "training": {"max_steps": 8}}
+    train_pair(pool, tmp_path / "one", ([], []), settings, **own)
+    train_pair(pool, tmp_path / "cut", ([2, 4], [3]), settings, **own)
     for name in ("a", "b"):
         one, cut = tmp_path / "one" / name, tmp_path / "cut" / name
         keys = ("step", "loss", "grad_norm", "learning_rate")
@@ -471,11 +414,7 @@ def test_rounds_do_not_depend_on_the_islands_plans(
 
 @pytest.mark.islands
 def test_an_island_with_other_weights_ends_and_its_steps_are_reassigned(
-    pool: Pool,
-    settings: dict[str, Any],
-    tmp_path: Path,
-    quorums: StandIn,
-    monkeypatch: pytest.MonkeyPatch,
+    pool: Pool, settings: Any, tmp_path: Path, quorums: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quorums.least = 2
     right = OuterRounds._agreed
@@ -489,10 +428,7 @@ def test_an_island_with_other_weights_ends_and_its_steps_are_reassigned(
     found = outcomes(
         {
             name: island(
-                pool,
-                tmp_path / name,
-                [],
-                settings,
+                *(pool, tmp_path / name, [], settings),
                 section={**ROUNDS, "name": name, "min_islands": 1},
                 training={"max_steps": 12},
             )

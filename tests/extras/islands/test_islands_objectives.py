@@ -10,8 +10,7 @@ import pytest
 from hetero_framework.config import Config
 from hetero_framework.trainer.coordinator import train
 from tests.extras.classification.test_classification_runs import KINDS, save_pairs, save_rows
-from tests.extras.islands.helpers import train_islands
-from tests.extras.islands.test_islands import island, lines, quorums
+from tests.extras.islands.test_islands import island, lines, quorums, train_pair
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.pools import Notes, Pool
 
@@ -48,21 +47,7 @@ def test_islands_of_any_objective_are_one_training(
     whole = island(pool, tmp_path / "whole", [], settings, accumulation=4, training=training)
     train(Config.from_dict(whole), progress=Notes())
     share: dict[str, Any] = {"accumulation": 4, "training": training}  # of the whole step
-    train_islands(
-        {
-            "a": island(
-                *(pool, tmp_path / "a", [2, 4], settings),
-                section={"name": "a", "share": 1},
-                **share,
-            ),
-            "b": island(
-                *(pool, tmp_path / "b", [3], settings),
-                section={"name": "b", "share": 1},
-                first_worker=3,
-                **share,
-            ),
-        }
-    )
+    train_pair(pool, tmp_path, ([2, 4], [3]), settings, section={"share": 1}, **share)
     a, b = tmp_path / "a", tmp_path / "b"
     assert lines(a, "step", "loss", "grad_norm") == lines(b, "step", "loss", "grad_norm")
     assert_same(weights(a), weights(b))

@@ -19,9 +19,8 @@ from torch import Tensor
 from hetero_framework.extras.islands import opening as islands
 from hetero_framework.extras.islands.outer_rounds import OuterRounds
 from hetero_framework.extras.islands.quorums import Quorums
-from tests.extras.islands.helpers import train_islands
 from tests.extras.islands.optional import need_torchft
-from tests.extras.islands.test_islands import island, quorums  # noqa: F401
+from tests.extras.islands.test_islands import quorums, train_pair  # noqa: F401
 from tests.pools import Pool
 from tests.samples import WORDS
 
@@ -32,22 +31,12 @@ pytestmark = [
 ]
 
 TRAINING = {
-    "max_steps": 24,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "constant",
-    "warmup_steps": 0,
-    "max_grad_norm": 0.5,
+    **{"max_steps": 24, "learning_rate": 1e-3, "lr_scheduler_type": "constant"},
+    **{"warmup_steps": 0, "max_grad_norm": 0.5},
 }
 SECTION = {
-    "method": "diloco",
-    "sync_steps": 4,
-    "fragments": 1,
-    "delay_steps": 0,
-    "mixing": 0.0,
-    "outer_learning_rate": 0.7,
-    "outer_momentum": 0.9,
-    "outer_nesterov": True,
-    "share": 1,
+    **{"method": "diloco", "sync_steps": 4, "fragments": 1, "delay_steps": 0, "mixing": 0.0},
+    **{"outer_learning_rate": 0.7, "outer_momentum": 0.9, "outer_nesterov": True, "share": 1},
 }
 CASES: dict[str, dict[str, Any]] = {
     "local_sgd": {"method": "local_sgd"},
@@ -78,7 +67,6 @@ class Kept:
                 return found
 
             def _commit(self, sending: Any, after: Any, *args: Any) -> Any:
-                assert self._round is not None
                 kept.fragments = self._fragments
                 if not self._round.last:
                     kept.agreed.setdefault(self._island.name, []).append(dict(after.weights))
@@ -108,21 +96,8 @@ def run(
     def train(at: str, section: dict[str, Any], a_cuts: list[int], b_cuts: list[int]) -> Kept:
         kept = Kept()
         monkeypatch.setattr(islands, "OuterRounds", kept.recording())
-        train_islands(
-            {
-                name: island(
-                    pool,
-                    tmp_path / at / name,
-                    cuts,
-                    settings,
-                    accumulation=2,
-                    section={"name": name, **section},
-                    training=TRAINING,
-                    first_worker=first,
-                )
-                for name, cuts, first in (("a", a_cuts, 1), ("b", b_cuts, 3))
-            }
-        )
+        own = {"accumulation": 2, "section": section, "training": TRAINING}
+        train_pair(pool, tmp_path / at, (a_cuts, b_cuts), settings, **own)
         return kept
 
     return train
@@ -185,9 +160,7 @@ def farthest(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> 
     return found
 
 
-def test_rounds_equal_torchft(
-    run: Callable[..., Kept], settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_rounds_equal_torchft(run: Callable[..., Kept], settings: Any, tmp_path: Path) -> None:
     sections = {name: {**SECTION, **changed} for name, changed in CASES.items()}
     whole = {name: run(f"whole/{name}", section, [], []) for name, section in sections.items()}
     cases = {
