@@ -33,7 +33,6 @@ def test_every_setting_of_the_contract_is_there_and_comes_back() -> None:
 
 def test_name_and_lighthouse_are_enough_and_mean_a_sum_in_every_step() -> None:
     island = Config.from_dict(with_island()).island
-    assert island is not None
     assert (island.sync_steps, island.min_islands, island.share) == (1, 1, "auto")
     assert Config.from_dict(FULL).setting("island") is None
 

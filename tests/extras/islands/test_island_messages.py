@@ -16,8 +16,7 @@ MEMBERS = st.lists(
 
 @given(MEMBERS, st.randoms())
 def test_a_view_does_not_depend_on_the_order_in_which_members_are_told(members, random) -> None:  # type: ignore[no-untyped-def]
-    shuffled = random.sample(members, len(members))
-    assert View.of(shuffled) == View.of(members)
+    assert View.of(random.sample(members, len(members))) == View.of(members)
 
 
 @given(MEMBERS, MEMBERS)

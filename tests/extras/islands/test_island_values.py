@@ -72,8 +72,7 @@ def taken_over(position: Any, tensors: dict[str, torch.Tensor] | None = None) ->
     steps = object.__new__(SummedSteps)
     steps._checkpoints = cast(Any, SimpleNamespace(take_over=take_over))
     found = Received({"w": torch.ones(1)} if tensors is None else tensors, {"position": position})
-    session = SimpleNamespace(receive=lambda *asked: found)
-    return steps._take_over(cast(Any, session), "b")
+    return steps._take_over(cast(Any, SimpleNamespace(receive=lambda *asked: found)), "b")
 
 
 def test_a_state_is_taken_over() -> None:

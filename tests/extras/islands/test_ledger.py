@@ -12,7 +12,6 @@ from hetero_framework.config import TrainingConfig
 from hetero_framework.data.batches import SampleOrder
 from hetero_framework.extras.islands.ledger import (
     Ledger,
-    Steps,
     count_steps,
     order_facts,
     split_step,
@@ -30,10 +29,6 @@ def order(
         **others,
     }
     return SampleOrder(examples, TrainingConfig.model_validate(settings))
-
-
-def numbers(steps: Steps) -> list[int]:
-    return [step for start, end in steps for step in range(start, end)]
 
 
 # -- the steps ------------------------------------------------------------------------------------
@@ -65,8 +60,7 @@ def test_steps_of_an_island_that_did_not_finish_count() -> None:
 
 
 def test_the_last_steps_are_dealt_in_proportion() -> None:
-    ledger = Ledger(((0, 91),))
-    dealt = ledger.deal({"a": 20, "b": 10}, total=100)
+    dealt = Ledger(((0, 91),)).deal({"a": 20, "b": 10}, total=100)
     assert {name: count_steps(part) for name, part in dealt.items()} == {"a": 6, "b": 3}
     assert Ledger(((0, 100),)).deal({"a": 20, "b": 10}, total=100) == {"a": (), "b": ()}
 
@@ -116,7 +110,7 @@ def test_each_sample_is_trained_once_under_any_membership(
         if not succeeds:
             continue
         steps = tuple(steps for part in done for steps in part)
-        for step in numbers(steps):
+        for step in (step for start, end in steps for step in range(start, end)):
             samples = np.concatenate(run.step_indices(step)).tolist()
             trained.update((step // run.steps_per_epoch, sample) for sample in samples)
         ledgers = {name: ledger.commit(steps) for name, ledger in ledgers.items()}
@@ -134,8 +128,7 @@ def test_a_single_island_gets_the_micro_batches_of_a_plain_run() -> None:
     alone = order(examples=27)
     for step in range(alone.total_steps):
         mine = split_step(alone, step, {"a": 0.3})["a"]
-        theirs = alone.step_indices(step)
-        assert [b.tolist() for b in mine] == [b.tolist() for b in theirs]
+        assert [b.tolist() for b in mine] == [b.tolist() for b in alone.step_indices(step)]
 
 
 def test_parts_follow_each_other_in_micro_batches_of_each_islands_own_size() -> None:

@@ -104,7 +104,6 @@ class Process:
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert self.started.stdout is not None
         self.line = self.started.stdout.readline()
 
     def kill(self) -> None:
@@ -168,8 +167,7 @@ def test_islands_meet_again_after_a_restart_of_the_lighthouse(
         with pytest.raises(TimeoutError):
             asked.result(0.3)
         process.kill()
-        again = Process(tmp_path / "keys", process.port)
-        stack.callback(again.kill)
+        stack.callback(Process(tmp_path / "keys", process.port).kill)
         while len(islands[1].next_view(60.0).members) < 2:
             pass
         assert len(asked.result(60.0).members) == 2

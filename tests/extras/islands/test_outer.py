@@ -32,8 +32,7 @@ Change = Callable[[int, int, int], Tensor]
 
 
 def settings(**given: Any) -> IslandConfig:
-    raw = {"name": "a", "lighthouse": "h:1", "sync_steps": 6, **given}
-    return IslandConfig.model_validate(raw)
+    return IslandConfig.model_validate({"name": "a", "lighthouse": "h:1", "sync_steps": 6, **given})
 
 
 class Island:
@@ -105,9 +104,7 @@ def check_history(one: Island, weights: list[list[float]], agreed: list[list[flo
 
 
 @pytest.mark.parametrize("case", TORCHFT["regression"], ids=lambda c: f"{list(c.values())[:2]}")
-def test_fragments_delay_and_mixing_are_those_of_torchfts_regression_test(
-    case: dict[str, Any],
-) -> None:
+def test_fragments_delay_and_mixing_are_those_of_torchfts_regression_test(case: Any) -> None:
     config = settings(**REGRESSION, delay_steps=case["delay_steps"], mixing=case["mixing"])
     group = Group([Island([torch.ones(1)] * 2, config) for _ in range(2)], config, by_two)
     for step in range(18):
@@ -139,8 +136,7 @@ def uneven(island: int, step: int, fragment: int) -> Tensor:
 
 @pytest.mark.parametrize("case", TORCHFT["unequal"], ids=lambda c: f"{list(c.values())[:5]}")
 def test_two_islands_that_differ_follow_torchfts_classes(case: dict[str, Any]) -> None:
-    given_settings = {name: value for name, value in case.items() if name != "weights"}
-    config = settings(**given_settings)
+    config = settings(**{name: value for name, value in case.items() if name != "weights"})
     start = [(torch.arange(6).float().reshape(2, 3) - 2 * layer) / 4 for layer in range(2)]
     if config.fragments == 1:  # torchft's one fragment may be the whole model, ours is one tensor
         start = [torch.cat(start)] if len(case["weights"][0][0]) == 2 else start[:1]
@@ -180,8 +176,7 @@ def test_the_mean_of_equal_tensors_is_that_tensor_to_the_bit(
     values: list[float], weights: list[int]
 ) -> None:
     tensor = torch.tensor(values)
-    mean = weighted_mean([(weight, {"w": tensor}) for weight in weights])["w"]
-    assert bits(mean) == bits(tensor)
+    assert bits(weighted_mean([(weight, {"w": tensor}) for weight in weights])["w"]) == bits(tensor)
 
 
 def test_islands_count_by_the_tokens_that_they_have_trained() -> None:
@@ -214,8 +209,7 @@ def test_at_rate_1_without_momentum_an_island_keeps_its_weights(
     floats = st.floats(allow_nan=False, width=32)
     new = torch.tensor(data.draw(st.lists(floats, min_size=len(old), max_size=len(old))))
     outer = OuterFragment({"w": torch.tensor(old)}, settings(**plain))
-    mean = weighted_mean([(tokens, outer.change({"w": new})) for tokens in (7, 1000, 5)])
-    outer.step(mean)
+    outer.step(weighted_mean([(tokens, outer.change({"w": new})) for tokens in (7, 1000, 5)]))
     assert bits(outer.mixed({"w": new})["w"]) == bits(new)
     assert bits(outer.weights["w"]) == bits(new)
 
@@ -332,8 +326,7 @@ def test_no_other_cut_is_more_even(sizes: list[int], data: st.DataObject) -> Non
 def test_each_fragment_has_its_time_in_a_round(
     settings: tuple[int, int, int], expected: list[tuple[int, int, int]]
 ) -> None:
-    found = schedule(*settings)
-    assert [(s.fragment, s.sent_after, s.applied_after) for s in found] == expected
+    assert [(s.fragment, s.sent_after, s.applied_after) for s in schedule(*settings)] == expected
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(0, 20))

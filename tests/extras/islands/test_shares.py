@@ -66,8 +66,7 @@ def test_apportioned_numbers_add_up_and_are_off_by_less_than_one(
         whole = sum(map(Fraction, shares.values()))
         for name, got in dealt.items():
             assert abs(got - count * Fraction(shares[name]) / whole) < 1
-    reversed_names = dict(sorted(shares.items(), reverse=True))
-    assert apportion(count, reversed_names, least) == dealt
+    assert apportion(count, dict(sorted(shares.items(), reverse=True)), least) == dealt
 
 
 def test_a_fast_island_takes_more_steps_and_a_slow_one_enough_of_a_round() -> None:
@@ -99,8 +98,7 @@ def test_shares_by_speeds_of_two_to_one_gain_a_half() -> None:
 
 def test_shares_stay_for_a_while_and_unless_others_gain_enough() -> None:
     assert EQUAL.tuned(TWO_TO_ONE, count=96, done=STEPS - 1) is EQUAL
-    little = {"fast": 1.0, "slow": 1.1}
-    assert EQUAL.tuned(little, count=96, done=STEPS) is EQUAL
+    assert EQUAL.tuned({"fast": 1.0, "slow": 1.1}, count=96, done=STEPS) is EQUAL
     tuned = EQUAL.tuned(TWO_TO_ONE, count=96, done=STEPS)
     assert tuned.tuned({"fast": 2.0, "slow": 1.0}, count=96, done=2 * STEPS - 1) is tuned
     assert tuned.tuned({"fast": 2.0, "slow": 1.0}, count=96, done=2 * STEPS) is not tuned
@@ -133,8 +131,7 @@ def test_new_members_count_as_average_until_measured() -> None:
 
 def test_state_is_json_and_says_all() -> None:
     shares = EQUAL.tuned(TWO_TO_ONE, count=96, done=STEPS)
-    again = Shares.load_state_dict(json.loads(json.dumps(shares.state_dict())))
-    assert again == shares
+    assert Shares.load_state_dict(json.loads(json.dumps(shares.state_dict()))) == shares
 
 
 SECONDS = st.dictionaries(st.sampled_from("abcd"), st.floats(1e-3, 1e3), min_size=1)

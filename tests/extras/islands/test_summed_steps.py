@@ -121,10 +121,7 @@ def test_every_setting_that_changes_the_result_is_among_the_facts() -> None:
 
 def test_all_islands_wait_for_the_last_one() -> None:
     assert for_others({"a": 10.0, "b": 12.5, "c": 12.0}) == {"a": 2.5, "b": 0.0, "c": 0.5}
-
-
-def test_a_single_island_waits_for_no_other() -> None:
-    assert for_others({"a": 10.0}) == {"a": 0.0}
+    assert for_others({"a": 10.0}) == {"a": 0.0}  # a single one for none
 
 
 class Beach:
@@ -186,6 +183,11 @@ def give_all(islands: Mapping[str, SummedGradients], parts: Mapping[str, Tensors
         islands[name].end()
 
 
+def summed(island: SummedGradients, *names: str) -> dict[str, list[float]] | None:
+    found = island.sums(list(names))
+    return found and {name: tensor.tolist() for name, tensor in found.items()}
+
+
 def of(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.full((2,), value, dtype=dtype)
 
@@ -197,61 +199,49 @@ def test_gradients_are_added_by_name_in_any_arrival_order(order: str) -> None:
     values = {"a": 1e8, "b": 1.0, "c": -1e8}
     give_all(islands, {name: {"x": of(values[name])} for name in order})
     for island in islands.values():
-        found = island.sums(["x"])
-        assert found is not None
-        assert found["x"].tolist() == [0.0, 0.0]
+        assert summed(island, "x") == {"x": [0.0, 0.0]}
 
 
-def test_half_precision_is_summed_in_float32_and_rounded_once() -> None:
-    """2048 + 1 is 2048 in float16, which rounds each sum to even numbers there."""
-    _, islands = sums_on("abc")
-    values = {"a": 2048.0, "b": 1.0, "c": 1.0}
-    give_all(islands, {k: {"x": of(v, torch.float16)} for k, v in values.items()})
-    found = islands["b"].sums(["x"])
-    assert found is not None
-    assert found["x"].dtype == torch.float16
-    assert found["x"].tolist() == [2050.0, 2050.0]
-
-
-def test_double_precision_stays_double() -> None:
-    _, islands = sums_on("ab")
-    give_all(islands, {k: {"x": of(1 + 1e-12, torch.float64)} for k in "ab"})
-    found = islands["a"].sums(["x"])
-    assert found is not None
-    assert found["x"].tolist() == [2 + 2e-12] * 2
+@pytest.mark.parametrize(
+    ("values", "dtype", "total"),
+    [
+        ([2048.0, 1.0, 1.0], torch.float16, 2050.0),  # there 2048 + 1 is 2048
+        ([1 + 1e-12] * 2, torch.float64, 2 + 2e-12),
+    ],
+)
+def test_sums_of_at_least_float32_are_rounded_once(
+    values: list[float], dtype: torch.dtype, total: float
+) -> None:
+    _, islands = sums_on("abc"[: len(values)])
+    give_all(islands, {k: {"x": of(v, dtype)} for k, v in zip(islands, values, strict=True)})
+    for island in islands.values():
+        found = island.sums(["x"])["x"]
+        assert (found.dtype, found.tolist()) == (dtype, [total] * 2)
 
 
 def test_a_single_island_keeps_its_own_bits() -> None:
     _, islands = sums_on("a")
     own = torch.randn(5).to(torch.bfloat16)
     give_all(islands, {"a": {"x": own}})
-    found = islands["a"].sums(["x"])
-    assert found is not None
-    assert torch.equal(found["x"], own)
+    assert torch.equal(islands["a"].sums(["x"])["x"], own)
 
 
 def test_gradients_are_summed_over_the_islands_that_have_them() -> None:
     _, islands = sums_on("abc")
     give_all(islands, {"a": {"x": of(1)}, "b": {"x": of(2), "y": of(3)}, "c": {}})
     for island in islands.values():
-        found = island.sums(["x", "y", "z"])
-        assert found is not None
-        assert {name: t.tolist() for name, t in found.items()} == {"x": [3, 3], "y": [3, 3]}
+        assert summed(island, "x", "y", "z") == {"x": [3, 3], "y": [3, 3]}
 
 
 def test_sums_wait_for_the_gradients_of_all_islands() -> None:
     _, islands = sums_on("ab")
     islands["a"].give(part({"x": of(1), "y": of(1)}))
-    assert islands["a"].sums(["x"]) is None
+    assert summed(islands["a"], "x") is None
     islands["b"].give(part({"x": of(2)}))
-    assert islands["a"].sums(["x", "y"]) is None  # y may come
-    found = islands["a"].sums(["x"])
-    assert found is not None
-    assert found["x"].tolist() == [3, 3]
+    assert summed(islands["a"], "x", "y") is None  # y may come
+    assert summed(islands["a"], "x") == {"x": [3, 3]}
     islands["b"].end()
-    found = islands["a"].sums(["x", "y"])
-    assert found is not None
-    assert found["y"].tolist() == [1, 1]
+    assert summed(islands["a"], "x", "y") == {"x": [3, 3], "y": [1, 1]}
 
 
 def test_a_gradient_given_twice_is_sent_once_and_the_first_counts() -> None:
@@ -265,9 +255,7 @@ def test_a_gradient_given_twice_is_sent_once_and_the_first_counts() -> None:
     give_all(islands, {"b": {"x": of(1), "y": of(1)}})
     assert beach.sent == 4
     for island in islands.values():
-        found = island.sums(["x", "y"])
-        assert found is not None
-        assert (found["x"].tolist(), found["y"].tolist()) == ([2, 2], [3, 3])
+        assert summed(island, "x", "y") == {"x": [2, 2], "y": [3, 3]}
 
 
 @pytest.mark.parametrize("other", [torch.ones(3), torch.ones(2, dtype=torch.float16)])
@@ -289,8 +277,7 @@ def test_the_island_with_another_gradient_shape_is_blamed_by_all(
 def test_losses_are_those_of_all_islands() -> None:
     beach, islands = sums_on("ab")
     for name, own in (("a", [0.5]), ("b", [0.25, 1 / 3])):
-        values = torch.tensor(own, dtype=torch.float64)
-        Side(beach, name).send(NUMBER, "losses", {"losses": values})
+        Side(beach, name).send(NUMBER, "losses", {"losses": torch.tensor(own, dtype=torch.float64)})
     assert sorted(islands["b"].losses([0.25, 1 / 3], lambda: None)) == [0.25, 1 / 3, 0.5]
 
 
