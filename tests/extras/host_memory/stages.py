@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from hetero_framework.config import Config
@@ -12,26 +11,15 @@ from hetero_framework.core.devices import Device
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
-from hetero_framework.engine.stage_api import StepInfo
+from hetero_framework.engine.stage_api import StatePart, StepInfo, Tensors
 
 LAYERS = 7
 MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": MATRICES}
 MODEL = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **{"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48},
+    **{"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
-
-
-@pytest.fixture
-def own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU counts as a device with a memory of its own."""
-    monkeypatch.setattr(Device, "one_memory", False)
 
 
 def configuration(
@@ -42,17 +30,14 @@ def configuration(
     for entry in entries:
         plan.append({"id": "local", "start": start, **entry})
         start = entry["end"]
-    raw = {
-        "coordinator": {"ip": "127.0.0.1", "device": "cpu"},
-        "model": model or {"from_config": MODEL},
-        "shard_plan": plan,
-        **settings,
-    }
-    return Config.from_dict(raw)
+    machine, model = {"ip": "127.0.0.1", "device": "cpu"}, model or {"from_config": MODEL}
+    return Config.from_dict(
+        {"coordinator": machine, "model": model, "shard_plan": plan, **settings}
+    )
 
 
-def load(config: Config) -> list[Stage]:
-    stages = load_stages(config, config.plan.stages, Device())
+def load(config: Config, device: Device | None = None) -> list[Stage]:
+    stages = load_stages(config, config.plan.stages, device or Device())
     trained = False
     for stage in stages:
         stage.input_requires_grad = trained
@@ -106,13 +91,18 @@ def _backward(stages: list[Stage], k: int, gradients: Any) -> None:
         stage.residence.end()
 
 
-def state(stages: list[Stage]) -> dict[str, torch.Tensor]:
+def state(stages: list[Stage]) -> Tensors:
     """Everything of a checkpoint that is a tensor."""
-    found: dict[str, torch.Tensor] = {}
-    for stage in stages:
-        for part in stage.snapshot(lasting=True).parts():
-            found |= part.tensors
-    return found
+    return tensors_of([[*stage.snapshot(lasting=True).parts()] for stage in stages])
+
+
+def tensors_of(stages: list[list[StatePart]]) -> Tensors:
+    return {
+        f"{k}/{name}": tensor
+        for k, parts in enumerate(stages)
+        for part in parts
+        for name, tensor in part.tensors.items()
+    }
 
 
 def same(one: list[Any], other: list[Any]) -> bool:

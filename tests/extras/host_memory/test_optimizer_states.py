@@ -9,6 +9,7 @@ import torch
 
 from hetero_framework.core.devices import Device
 from hetero_framework.engine.out_of_memory import explaining
+from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.errors import OutOfMemory
 from hetero_framework.extras.host_memory import optimizer_states
@@ -18,22 +19,15 @@ from hetero_framework.extras.host_memory.optimizer_states import (
     in_groups,
 )
 from hetero_framework.extras.host_memory.visitors import HostTensors
-from tests.extras.host_memory.training import LORA, Training, config, differences, own_memory
-from tests.extras.host_memory.watched import Watched
+from tests.extras.host_memory.stages import tensors_of
+from tests.extras.host_memory.training import LORA, Training, Watched, config, differences
 
-__all__ = ["own_memory"]
 pytestmark = pytest.mark.usefixtures("own_memory")
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw_torch": {},
-    "adamw_torch_fused": {},
-    "sgd": {"optim_args": "momentum=0.9"},
-    "adafactor": {},
-    "adamw_8bit": {},
-    "paged_adamw_32bit": {},
-    "lion_8bit": {},
-    "ademamix_8bit": {},
-    "rmsprop": {},
-}
+OPTIMIZERS = [
+    *("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adamw_8bit", "paged_adamw_32bit"),
+    *("lion_8bit", "ademamix_8bit", "rmsprop"),
+]
+ARGUMENTS = {"sgd": {"optim_args": "momentum=0.9"}}
 GROUP = 20_000
 
 
@@ -44,15 +38,22 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_states, "_SMALL_BYTES", 0)
 
 
+def groups_of(stage: Stage) -> list[list[torch.Tensor]]:
+    return in_groups(p for group in stage._optimizer.param_groups for p in group["params"])
+
+
+def largest(groups: list[list[torch.Tensor]]) -> int:
+    """Bytes of AdamW's states of the largest group."""
+    return max(sum(8 * p.numel() + 512 for p in group) for group in groups)
+
+
 def test_the_ways_of_states_are_recorded() -> None:
     training = Training(config(offload_optimizer=True), Device())
     ways = []
     for step in range(2):
         training.step(step)
         ways.append(training.visits())
-    optimizer = training.stages[0]._optimizer
-    assert optimizer is not None
-    count = len(in_groups(p for group in optimizer.param_groups for p in group["params"]))
+    count = len(groups_of(training.stages[0]))
     assert ways[0]["states out"] == ways[1]["states out"] == ways[1]["states in"] == count > 1
 
 
@@ -68,14 +69,12 @@ def states_of(training: Training) -> list[OptimizerStates]:
 def test_every_optimizer_gives_the_same_bits(optim: str, adapter: dict[str, Any]) -> None:
     if "8bit" in optim or "paged" in optim:
         pytest.importorskip("bitsandbytes")
-    settings = {"optim": optim, **OPTIMIZERS[optim], **adapter}
+    settings = {"optim": optim, **ARGUMENTS.get(optim, {}), **adapter}
     resident = Training(config([2], **settings), Device()).train()
     offloaded = Training(config([2], offload_optimizer=True, **settings), Device())
     assert differences(resident, offloaded.train()) == []
     for states, stage in zip(states_of(offloaded), offloaded.stages, strict=True):
-        assert stage._optimizer is not None
-        groups = in_groups(p for g in stage._optimizer.param_groups for p in g["params"])
-        assert len(groups) > 1
+        assert len(groups_of(stage)) > 1
         kept = [t for v in stage._optimizer.state.values() for t in v.values()]
         hosts = {id(host) for host in states._hosts.values()}
         assert hosts == {id(t) for t in kept if isinstance(t, torch.Tensor)}
@@ -100,12 +99,10 @@ def test_the_device_has_three_groups_at_most(steps: int) -> None:
     for step in range(steps):
         training.step(step)
     [stage] = training.stages
-    assert stage._optimizer is not None
-    groups = in_groups(p for g in stage._optimizer.param_groups for p in g["params"])
-    largest = max(sum(8 * p.numel() + 512 for p in group) for group in groups)
+    groups = groups_of(stage)
     assert len(groups) > 8
     for stream, (_, nbytes) in device.most.items():
-        assert nbytes <= 3 * largest, stream
+        assert nbytes <= 3 * largest(groups), stream
 
 
 def test_loading_brings_three_groups_at_most_to_the_device() -> None:
@@ -118,10 +115,7 @@ def test_loading_brings_three_groups_at_most_to_the_device() -> None:
         # Of another type, so that they are not taken as they are on the CPU.
         wide = {name: tensor.double() for name, tensor in part.tensors.items()}
         stage.load_state("checkpoint", StatePart(wide, part.values, part.last))
-    assert stage._optimizer is not None
-    groups = in_groups(p for g in stage._optimizer.param_groups for p in g["params"])
-    largest = max(sum(8 * p.numel() + 512 for p in group) for group in groups)
-    assert 0 < device.most["states out"][1] <= 3 * largest
+    assert 0 < device.most["states out"][1] <= 3 * largest(groups_of(stage))
     assert differences(([], parts.state()), ([], training.state())) == []
 
 
@@ -130,8 +124,7 @@ def test_loading_brings_three_groups_at_most_to_the_device() -> None:
 def test_a_checkpoint_is_that_of_any_run(optim: str, before: bool, after: bool) -> None:
     if "8bit" in optim:
         pytest.importorskip("bitsandbytes")
-    whole = Training(config([2], optim=optim), Device())
-    expected = whole.train(4)
+    expected = Training(config([2], optim=optim), Device()).train(4)
     first = Training(config([2], optim=optim, offload_optimizer=before), Device())
     losses = first.train(2)[0]
     # The stage that takes it over has gone on: nothing of that may stay.
@@ -163,12 +156,7 @@ def test_a_snapshot_is_of_its_step_despite_later_steps() -> None:
             snapshot.keep()
 
     training.step(1, before_commit=keep)
-    found = {
-        f"{k}/{name}": tensor
-        for k, snapshot in enumerate(snapshots)
-        for part in snapshot.parts()
-        for name, tensor in part.tensors.items()
-    }
+    found = tensors_of([[*snapshot.parts()] for snapshot in snapshots])
     assert differences(([], expected), ([], found)) == []
 
 
@@ -209,13 +197,8 @@ def test_a_parameter_without_a_gradient_keeps_its_state() -> None:
 
 def test_groups_keep_the_order_and_their_size() -> None:
     sizes = [500, 1500, 600, 9000, 100, 100]
-    groups = in_groups(torch.zeros(size) for size in sizes)
-    assert [[p.numel() for p in group] for group in groups] == [
-        [500, 1500],
-        [600],
-        [9000],
-        [100, 100],
-    ]
+    groups = [[p.numel() for p in group] for group in in_groups(map(torch.zeros, sizes))]
+    assert groups == [[500, 1500], [600], [9000], [100, 100]]
 
 
 def test_small_states_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,14 +215,12 @@ def test_a_step_in_two_halves_is_the_same() -> None:
     whole = Training(config(offload_optimizer=True), Device())
     halved = Training(config(offload_optimizer=True), Device())
     [stage] = halved.stages
-    assert stage._optimizer is not None
     optimizer = stage._optimizer
 
     def half() -> None:
         for group in optimizer.param_groups:
             group["lr"] = 1e-2
         for _, parameter in stage._parameters:
-            assert parameter.grad is not None
             parameter.grad.mul_(0.5)
         stage._step_half(optimizer)
         for _, parameter in stage._parameters:
@@ -306,7 +287,6 @@ def test_states_that_others_have_put_there_count() -> None:
     for one in (resident, training):
         one.step(0)
         [stage] = one.stages
-        assert stage._optimizer is not None
         for state in stage._optimizer.state.values():
             state["exp_avg"] = state["exp_avg"] + 1.0
     assert resident.step(1) == training.step(1)

@@ -16,11 +16,8 @@ from hetero_framework.errors import PlanError
 from hetero_framework.security.access import LOOPBACK_ONLY
 from hetero_framework.trainer.coordinator import train
 from tests.alone import Alone
-from tests.extras.host_memory.stages import own_memory
 from tests.installed import needs
 from tests.samples import save_llama
-
-__all__ = ["own_memory"]
 
 
 @pytest.fixture
@@ -52,10 +49,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, free: int, host: int = 1 << 40) -> 
 
 
 def test_a_run_streams_as_few_layers_as_it_takes(
-    adapted: Alone,
-    own_memory: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    adapted: Alone, own_memory: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     plain, streamed = adapted("plain", 0), adapted("streamed", "auto")
     limited(monkeypatch, 1 << 40)

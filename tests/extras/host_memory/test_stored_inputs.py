@@ -14,17 +14,8 @@ from hetero_framework.core.devices import Device
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.extras.host_memory.stored_inputs import StoredInputs, _Stored
-from tests.extras.host_memory.training import (
-    LAYERS,
-    LORA,
-    Training,
-    config,
-    differences,
-    own_memory,
-)
-from tests.extras.host_memory.watched import Watched
+from tests.extras.host_memory.training import LAYERS, LORA, Training, Watched, config, differences
 
-__all__ = ["own_memory"]
 pytestmark = pytest.mark.usefixtures("own_memory")
 AGAIN = {"gradient_checkpointing": True}
 OFFLOADING = {**AGAIN, "activation_offloading": True}
@@ -64,8 +55,7 @@ def test_other_ways_of_computing_give_the_same_bits(settings: dict[str, Any]) ->
 def test_one_tensor_of_a_layer_leaves_and_comes_back(adapter: dict[str, Any]) -> None:
     """Not the received one, which is kept anyway, nor the last layer's, whose backward follows."""
     device = Watched()
-    training = Training(config([2, 4], **OFFLOADING, **adapter), device)
-    training.step(0, micro_batches=5)
+    Training(config([2, 4], **OFFLOADING, **adapter), device).step(0, micro_batches=5)
     # Layers 0, 1 and 3 of six. The third stage has none that leaves.
     assert device.copies["inputs out"] == 5 * 3
     assert device.copies["inputs in"] <= 5 * 3

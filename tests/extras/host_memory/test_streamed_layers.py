@@ -1,4 +1,4 @@
-"""Streamed layers: the bits of the stage that holds everything, and the copies that it takes."""
+"""Streamed layers: the bits of the stage that holds everything, its copies, and its bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from hetero_framework.config import Config
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.core.spans import AWAITED, WEIGHTS
@@ -27,7 +28,10 @@ from hetero_framework.errors import ConfigError, HeteroError
 from hetero_framework.extras.host_memory import streamed_layers
 from hetero_framework.extras.host_memory.residence import HostMemory
 from hetero_framework.extras.host_memory.streamed_layers import Feeder, HostLayer, StreamedLayers
+from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.introspect import BlockForm
+from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.sizing.memory import estimate_memory
 from tests.cases import seldom
 from tests.extras.host_memory.stages import (
     LAYERS,
@@ -35,15 +39,15 @@ from tests.extras.host_memory.stages import (
     MODEL,
     configuration,
     load,
-    own_memory,
     same,
     state,
     train,
 )
+from tests.extras.host_memory.training import Watched
 from tests.samples import save_llama
 
-__all__ = ["own_memory"]
-
+pytestmark = pytest.mark.usefixtures("own_memory")
+Made = Callable[..., Config]
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"adapter": LORA},
     "dora": {"adapter": {**LORA, "use_dora": True}},
@@ -61,10 +65,20 @@ def layers_of(stage: Stage) -> StreamedLayers:
     return stage.residence._layers
 
 
+@pytest.fixture
+def stored(tmp_path: Path) -> Made:
+    """Configurations of a model on disk in one stage, with settings of both."""
+    save_llama(tmp_path / "model", layers=LAYERS)
+
+    def made(model: dict[str, Any] | None = None, **entry: Any) -> Config:
+        whole = {"name_or_path": str(tmp_path / "model"), **(model or {})}
+        return configuration(({"end": LAYERS, **entry},), model=whole, adapter=LORA)
+
+    return made
+
+
 @pytest.mark.parametrize("case", seldom(CASES, "dora", "a norm trained beside", "loss in chunks"))
-def test_a_stage_with_streamed_layers_has_the_bits_of_one_with_everything(
-    case: str, own_memory: None
-) -> None:
+def test_a_stage_with_streamed_layers_has_the_bits_of_one_with_everything(case: str) -> None:
     right = None
     for offloads in ([0, 0], [3, 4], [2, 1]):
         entries = ({"end": 3, "offload": offloads[0]}, {"end": LAYERS, "offload": offloads[1]})
@@ -78,7 +92,7 @@ def test_a_stage_with_streamed_layers_has_the_bits_of_one_with_everything(
             assert (layers_of(stage).misses if offload else 0) == 0
 
 
-def test_only_layers_that_are_not_there_are_copied(own_memory: None) -> None:
+def test_only_layers_that_are_not_there_are_copied() -> None:
     stage, *_ = stages = load(configuration(({"end": LAYERS, "offload": 6},), adapter=LORA))
     train(stages, steps=1, micro_batches=3)
     # Of six layers two are in their slots when the direction turns, and when a task ends. The
@@ -92,7 +106,7 @@ def test_only_layers_that_are_not_there_are_copied(own_memory: None) -> None:
     assert layers_of(stage).misses == 0
 
 
-def test_layers_with_a_slot_for_each_are_copied_once(own_memory: None) -> None:
+def test_layers_with_a_slot_for_each_are_copied_once() -> None:
     upper = {**LORA, "layers_to_transform": [5, 6]}  # below them forwards follow one another
     entries = ({"end": 5, "offload": 3}, {"end": LAYERS})
     stage, *_ = stages = load(configuration(entries, adapter=upper))
@@ -100,7 +114,7 @@ def test_layers_with_a_slot_for_each_are_copied_once(own_memory: None) -> None:
     assert Counter(kind for kind, *_ in stage.residence.transfers())[WEIGHTS] == 3
 
 
-def test_a_layer_that_nobody_expected_is_fetched_and_counted(own_memory: None) -> None:
+def test_a_layer_that_nobody_expected_is_fetched_and_counted() -> None:
     stage, *_ = load(configuration(({"end": LAYERS, "offload": 6},), adapter=LORA))
     layers = layers_of(stage)
     layers._use(5)
@@ -109,7 +123,7 @@ def test_a_layer_that_nobody_expected_is_fetched_and_counted(own_memory: None) -
     assert layers.misses == 1
 
 
-def test_the_first_layers_come_while_the_head_evaluates(own_memory: None) -> None:
+def test_the_first_layers_come_while_the_head_evaluates() -> None:
     stage, *_ = load(configuration(({"end": LAYERS, "offload": 6},), adapter=LORA))
     ids, layers = torch.arange(20).view(1, 20), layers_of(stage)
     inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
@@ -147,50 +161,38 @@ def test_a_layer_stays_until_its_backward_is_done(used: list[int], in_turn: int)
     assert same(gradients(layers), right)
 
 
-def test_a_device_that_shares_the_machines_memory_holds_everything() -> None:
+def test_a_device_that_shares_the_machines_memory_holds_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A run is refused before anything is loaded."""
+    monkeypatch.undo()  # what `own_memory` did
     [stage] = load(configuration(({"end": LAYERS, "offload": 4},), adapter=LORA))
     assert not isinstance(stage.residence, HostMemory)
 
 
-def test_layers_that_are_trained_are_refused(own_memory: None) -> None:
+def test_layers_that_are_trained_are_refused() -> None:
     model = {"from_config": {**MODEL, "attention_bias": True}}
     adapter = {**LORA, "bias": "all"}
     with pytest.raises(ConfigError, match=r'only frozen layers can stay .* adapter\.bias "all"'):
         configuration(({"end": LAYERS, "offload": 4},), model=model, adapter=adapter)
 
 
-def test_a_checkpoint_streams_and_its_resident_layers_are_reused(
-    own_memory: None, tmp_path: Path
-) -> None:
-    save_llama(tmp_path / "model", layers=LAYERS)
-    model = {"name_or_path": str(tmp_path / "model")}
-
-    def made(offload: int) -> Any:
-        entries = ({"end": LAYERS, "offload": offload},)
-        return configuration(entries, model=model, adapter=LORA)
-
-    right = train(load(made(0)))
-    first = load(made(4))
+def test_a_checkpoint_streams_and_its_resident_layers_are_reused(stored: Made) -> None:
+    right = train(load(stored()))
+    first = load(stored(offload=4))
     assert same(train(first), right)
-    pool = take_apart(first, made(4))
-    again = load_stages(made(6), made(6).plan.stages, Device(), pool)
+    pool, config = take_apart(first, stored(offload=4)), stored(offload=6)
+    again = load_stages(config, config.plan.stages, Device(), pool)
     assert same(train(again), right)
-    assert again[0].fingerprint == load(made(0))[0].fingerprint
+    assert again[0].fingerprint == load(stored())[0].fingerprint
 
 
 def test_layers_that_are_read_from_their_files_have_the_same_bits(
-    own_memory: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    stored: Made, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_llama(tmp_path / "model", layers=LAYERS)
-
-    def made(**entry: Any) -> Any:
-        model = {"name_or_path": str(tmp_path / "model")}
-        return configuration(({"end": LAYERS, **entry},), model=model, adapter=LORA)
-
-    stages = load(made(offload=6, offload_from="file"))
+    stages = load(stored(offload=6, offload_from="file"))
     assert all(layer.is_in_files for layer in layers_of(stages[0])._layers)
-    assert same(train(stages), train(load(made())))
+    assert same(train(stages), train(load(stored())))
     # They come by way of the feeder, on a device. Nothing is slower for want of pinned memory.
     layers = layers_of(stages[0])
     assert layers._plain_bytes == sum(layer.nbytes for layer in layers._layers)
@@ -200,29 +202,18 @@ def test_layers_that_are_read_from_their_files_have_the_same_bits(
     assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
-def test_weights_that_are_not_used_as_stored_are_refused(own_memory: None, tmp_path: Path) -> None:
-    save_llama(tmp_path / "model", layers=LAYERS)
-    model = {"name_or_path": str(tmp_path / "model"), "dtype": "bfloat16"}
-    entry = {"end": LAYERS, "offload": 6, "offload_from": "file"}
-    config = configuration((entry,), model=model, adapter=LORA)
+def test_weights_that_are_not_used_as_stored_are_refused(stored: Made) -> None:
+    entry = {"offload": 6, "offload_from": "file"}
     with pytest.raises(ConfigError, match=r"layers\.0\..* is not used as the files"):
-        load_stages(config, config.plan.stages, Device())
-    config = configuration((entry,), adapter=LORA)
+        load(stored({"dtype": "bfloat16"}, **entry))
     with pytest.raises(ConfigError, match="a model without a checkpoint has no files"):
-        load_stages(config, config.plan.stages, Device())
+        load(configuration(({"end": LAYERS, **entry},), adapter=LORA))
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
-def test_quantised_layers_visit_with_their_statistics(
-    quantization: str, own_memory: None, tmp_path: Path
-) -> None:
-    save_llama(tmp_path / "model", layers=LAYERS)
-
-    def made(offload: int) -> Any:
-        model = {"name_or_path": str(tmp_path / "model"), "quantization": quantization}
-        return configuration(({"end": LAYERS, "offload": offload},), model=model, adapter=LORA)
-
-    right, stages = train(load(made(0))), load(made(6))
+def test_quantised_layers_visit_with_their_statistics(quantization: str, stored: Made) -> None:
+    model = {"quantization": quantization}
+    right, stages = train(load(stored(model))), load(stored(model, offload=6))
     assert same(train(stages), right)
     places = layers_of(stages[0])._layers[0]._places
     held = Counter(name for _, name, _, _ in places)
@@ -236,6 +227,28 @@ def test_quantised_layers_visit_with_their_statistics(
     assert {tensor._version for tensor in tensors if tensor is not None} <= {0}
 
 
+# Each tensor fills whole blocks of the device's allocator.
+WIDE = {"from_config": {**MODEL, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}}
+
+
+def held_bytes(stage: Stage) -> int:
+    tensors = [*stage._shard.model.parameters(), *stage._shard.model.buffers()]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("offload", [0, 2, 4, 5, 6, 7])
+def test_a_stage_holds_the_bytes_that_are_told(offload: int) -> None:
+    config = configuration(({"end": 7, "offload": offload},), adapter=LORA, model=WIDE)
+    config = config.with_changes(coordinator={"ip": "127.0.0.1", "device": "cuda:0"})
+    model = load_model_config(config.model, config.base_dir)
+    told = estimate_memory(config, model, plan=adapter_plan_of(config, model))[0]
+    stage = load(config)[0]
+    assert held_bytes(stage) == told.weights
+    if offload:
+        assert sum(layer.nbytes for layer in layers_of(stage)._layers) == told.host
+
+
 def test_a_weight_that_is_not_in_one_piece_stays() -> None:
     block = nn.Linear(3, 2)
     block.weight.data = torch.rand(3, 2).t()
@@ -244,9 +257,7 @@ def test_a_weight_that_is_not_in_one_piece_stays() -> None:
     assert block.weight.shape == (2, 3)
 
 
-def test_layers_that_are_computed_again_to_their_end_stay_until_their_backward(
-    own_memory: None,
-) -> None:
+def test_layers_that_are_computed_again_to_their_end_stay_until_their_backward() -> None:
     again = {"adapter": LORA, "training": {"gradient_checkpointing": True}}
     with set_checkpoint_early_stop(False):
         right, found = (
@@ -256,9 +267,7 @@ def test_layers_that_are_computed_again_to_their_end_stay_until_their_backward(
     assert same(found, right)
 
 
-def test_slots_are_freed_when_a_stage_is_taken_apart(
-    own_memory: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_are_freed_when_a_stage_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the copies are over, those that have failed too, and their thread."""
     config = configuration(({"end": LAYERS, "offload": 6},), adapter=LORA)
     stages = load(config)
@@ -280,9 +289,7 @@ def test_slots_are_freed_when_a_stage_is_taken_apart(
     assert next(iter(kept._of.values())).blocks.keys() == {3}
 
 
-def test_a_layer_that_could_not_be_read_is_fetched_again(
-    own_memory: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_could_not_be_read_is_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is done again, after a lack of memory say: its slot has another layer's weights."""
     config = configuration(({"end": LAYERS, "offload": 6},), adapter=LORA)
     whole, stages = load(config), load(config)
@@ -304,20 +311,6 @@ def test_a_layer_that_could_not_be_read_is_fetched_again(
         train(stages, steps=1, first=1)
     monkeypatch.setattr(Device, "queue_copies", copies)
     assert same(train(stages, steps=1, first=1), train(whole, steps=1, first=1))
-
-
-class Watched(Device):
-    """Notes the places of what is copied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read: list[int] = []
-
-    def queue_copies(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], stream: str, *after: DeviceEvent
-    ) -> tuple[DeviceEvent, DeviceEvent]:
-        self.read += [source.data_ptr() for _, source in pairs]
-        return super().queue_copies(pairs, stream, *after)
 
 
 def test_what_is_longer_than_its_buffers_comes_whole_and_the_thread_ends(

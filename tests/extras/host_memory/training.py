@@ -7,62 +7,69 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hetero_framework.config import Config
-from hetero_framework.core.devices import Device
+from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.planned_order import BACKWARD, FORWARD, Lane
 from hetero_framework.core.spans import VISITS, Recorder
 from hetero_framework.engine.executor import Executor
-from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import Outcome, StatePart, StepInfo, Tensors
+from tests.extras.host_memory.stages import MODEL, load, state
+from tests.samples import plan_of
 
-LAYERS, VOCABULARY, WIDTH = 6, 256, 32
+LAYERS, VOCABULARY = 6, 256
 LORA: dict[str, Any] = {
     "adapter": {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
 }
 _TOKENS = 20
 
 
-@pytest.fixture
-def own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU counts as a device with a memory of its own."""
-    monkeypatch.setattr(Device, "one_memory", False)
-
-
-def config(
-    cuts: Sequence[int] = (), stage: dict[str, Any] | None = None, **settings: Any
-) -> Config:
+def config(cuts: Sequence[int] = (), stage: Any = None, **settings: Any) -> Config:
     """A Llama of six layers, cut before the layers `cuts`; `stage` is of every stage's plan, and
     `settings` of the training section, but for "adapter" and "model"."""
-    ends = [*cuts, LAYERS]
-    plan = [
-        {"id": "local", "start": start, "end": end, **(stage or {})}
-        for start, end in zip([0, *cuts], ends, strict=True)
-    ]
-    model = {
-        "model_type": "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
+    plan = plan_of(*(("local", end) for end in (*cuts, LAYERS)))
+    model = {**MODEL, "vocab_size": VOCABULARY, "num_hidden_layers": LAYERS}
     adapter = settings.pop("adapter", None)
     given = {"attn_implementation": "eager", **settings.pop("model", {})}
     return Config.from_dict(
         {
             "model": {"from_config": model, **given},
             "coordinator": {"device": "cpu", "ip": "127.0.0.1"},
-            "shard_plan": plan,
+            "shard_plan": [{**part, **(stage or {})} for part in plan],
             **({"adapter": adapter} if adapter else {}),
             "training": {"learning_rate": 1e-2, "visualize": False, **settings},
         }
     )
+
+
+class Watched(Device):
+    """A CPU that counts what is on the device for the time of a visit. `most`: by the name of a
+    stream, the tensors and bytes that were there at once when copies of it were queued. `read`:
+    where the copied tensors lay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: dict[str, int] = {}
+        self.most: dict[str, tuple[int, int]] = {}
+        self.read: list[int] = []
+        self._there: dict[StorageWeakRef, int] = {}
+
+    def queue_copies(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: str, *after: DeviceEvent
+    ) -> tuple[DeviceEvent, DeviceEvent]:
+        for target, source in pairs:
+            visitor = source if stream.endswith("out") else target
+            self._there[StorageWeakRef(visitor.untyped_storage())] = visitor.nbytes
+            self.read.append(source.data_ptr())
+        self._there = {held: nbytes for held, nbytes in self._there.items() if not held.expired()}
+        now = len(self._there), sum(self._there.values())
+        self.most[stream] = max(now, self.most.get(stream, (0, 0)))
+        self.copies[stream] = self.copies.get(stream, 0) + len(pairs)
+        return super().queue_copies(pairs, stream, *after)
 
 
 class _Sink:
@@ -112,11 +119,7 @@ class Training:
     stages: list[Stage] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stages = load_stages(self.config, self.config.plan.stages, self.device)
-        trains = False
-        for stage in self.stages:
-            stage.input_requires_grad = trains
-            trains = trains or bool(stage.trainable())
+        self.stages = load(self.config, self.device)
         self._sink = _Sink()
         self._recorder = Recorder(-1)
         self._executor = Executor(self.stages, self.device, self._recorder, self._sink)  # type: ignore[arg-type]
@@ -170,16 +173,10 @@ class Training:
         return inputs
 
     def parts(self) -> list[list[StatePart]]:
-        """The state of each stage."""
         return [list(stage.snapshot(lasting=True).parts()) for stage in self.stages]
 
     def state(self) -> Tensors:
-        return {
-            f"{k}/{name}": tensor
-            for k, parts in enumerate(self.parts())
-            for part in parts
-            for name, tensor in part.tensors.items()
-        }
+        return state(self.stages)
 
     def load(self, parts: list[list[StatePart]]) -> None:
         for stage, of_stage in zip(self.stages, parts, strict=True):
@@ -188,8 +185,7 @@ class Training:
 
     def train(self, steps: int = 3, **how: Any) -> tuple[list[float], Tensors]:
         """Losses and norms of some steps, and the state after them."""
-        found = [number for step in range(steps) for number in self.step(step, **how)]
-        return found, self.state()
+        return [number for step in range(steps) for number in self.step(step, **how)], self.state()
 
 
 def differences(one: tuple[list[float], Tensors], other: tuple[list[float], Tensors]) -> list[str]:
