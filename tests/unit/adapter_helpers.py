@@ -11,7 +11,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from hetero_framework.config import AdapterConfig, ModelConfig
 from hetero_framework.core.devices import open_device
 from hetero_framework.models.adapters.lora import plan_adapter
-from hetero_framework.models.adapters.trainable import attach_adapter, trainable_parameters
+from hetero_framework.models.adapters.trainable import (
+    attach_adapter,
+    export_parts,
+    trainable_parameters,
+)
 from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import Shard, ShardRange, load_shard
 from hetero_framework.models.cut.side import (
@@ -21,6 +25,7 @@ from hetero_framework.models.cut.side import (
     differentiate,
     gradients_of,
 )
+from hetero_framework.models.files.export import OutputDirectory, write_adapter
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
@@ -149,6 +154,13 @@ def stock_logits(model: torch.nn.Module) -> torch.Tensor:
         return model(
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False
         ).logits
+
+
+def write_trained(parts: list[Shard], base: Path, folder: Path) -> Path:
+    """The adapter of these shards of the model at `base`, as the result of a run."""
+    tensors = [dict(export_parts(part)) for part in parts]
+    write_adapter(OutputDirectory(folder), tensors, parts[0].adapter.plan, str(base))
+    return folder
 
 
 def randomise(parts: list[Shard]) -> None:

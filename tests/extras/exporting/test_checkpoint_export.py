@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.config import Config
 from hetero_framework.errors import PeerLostError
 from hetero_framework.trainer import outputs
 from hetero_framework.trainer.coordinator import Coordinator, train
@@ -45,13 +44,9 @@ def test_the_result_of_the_last_step_is_that_of_the_undisturbed_run(
     summary = train(config)  # as if nothing had been: exit code 0
     assert summary.steps == 4
     assert files(config.result_dir) == files(whole.result_dir)
-    said = [line for line in logged_by(config) if "signal SIGKILL; " in line]
-    assert len(said) == 1
-    assert said[0].endswith("is made of the checkpoint of step 4 of 4, the last one")
-
-
-def logged_by(config: Config) -> list[str]:
-    return (config.output_dir / "logs" / "coordinator.log").read_text().splitlines()
+    lines = (config.output_dir / "logs" / "coordinator.log").read_text().splitlines()
+    [said] = [line for line in lines if "signal SIGKILL; " in line]
+    assert said.endswith("is made of the checkpoint of step 4 of 4, the last one")
 
 
 @pytest.mark.usefixtures("gone")

@@ -10,23 +10,35 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel
+from transformers import PreTrainedModel
 
 from hetero_framework.config import AdapterConfig, Config
 from hetero_framework.errors import CheckpointError, ConfigError, DataError, ModelError
 from hetero_framework.extras.exporting.merge import merge_adapter
 from hetero_framework.extras.verify.verification import verify_model
-from hetero_framework.models.files.export import OutputDirectory, write_adapter
-from tests.unit.adapter_helpers import randomise, save_model, shards, stock, stock_logits
+from hetero_framework.models.files.export import OutputDirectory
+from tests.samples import plan_of
+from tests.unit.adapter_helpers import (
+    randomise,
+    save_model,
+    shards,
+    stock,
+    stock_logits,
+    write_trained,
+)
 from tests.unit.models.files.test_consistency import own_head, rewritten
-from tests.unit.models.files.test_export import load_cleanly, parts_of
+from tests.unit.models.files.test_export import load_cleanly
 
 
 def saved_adapter(base: Path, folder: Path, adapter: AdapterConfig, layers: int = 4) -> Path:
     pieces = shards(base, 0, 2, layers, adapter=adapter)
     randomise(pieces)
-    assert pieces[0].adapter is not None
-    write_adapter(OutputDirectory(folder), parts_of(pieces), pieces[0].adapter.plan, str(base))
-    return folder
+    return write_trained(pieces, base, folder)
+
+
+def merged_with(adapter: Path, base: Path, folder: Path, **how: Any) -> PreTrainedModel:
+    merge_adapter(adapter, str(base), OutputDirectory(folder), **how)
+    return load_cleanly(folder)
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
@@ -45,13 +57,12 @@ def test_merged_checkpoint_equals_pefts_merge(
 ) -> None:
     base = save_model(tmp_path / "base", model_type)
     adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig(**settings))
-    merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"))
+    merged = merged_with(adapter, base, tmp_path / "merged")
     card = ModelCard.load(tmp_path / "merged" / "README.md")
     assert (card.data.library_name, card.data.base_model) == ("transformers", None)
     assert "an adapter, folded into its weights" in card.text
     assert str(tmp_path) not in str(card)
     reference = PeftModel.from_pretrained(stock(base), str(adapter)).merge_and_unload()
-    merged = load_cleanly(tmp_path / "merged")
     assert torch.equal(stock_logits(merged), stock_logits(reference))
     assert (tmp_path / "merged" / "generation_config.json").is_file()
 
@@ -62,14 +73,10 @@ def test_merge_into_one_end_of_tied_embeddings_unties_them(layers: int, tmp_path
     base = save_model(tmp_path / "base", "gemma", num_hidden_layers=layers)
     pieces = shards(base, 0, layers, adapter=AdapterConfig(target_modules=("embed_tokens",)))
     randomise(pieces)
-    assert pieces[0].adapter is not None
-    write_adapter(
-        OutputDirectory(tmp_path / "adapter"), parts_of(pieces), pieces[0].adapter.plan, str(base)
-    )
-    merge_adapter(tmp_path / "adapter", str(base), OutputDirectory(tmp_path / "merged"))
-    merged = load_cleanly(tmp_path / "merged")
+    adapter = write_trained(pieces, base, tmp_path / "adapter")
+    merged = merged_with(adapter, base, tmp_path / "merged")
     assert not merged.config.tie_word_embeddings
-    unmerged = PeftModel.from_pretrained(stock(base), str(tmp_path / "adapter"))
+    unmerged = PeftModel.from_pretrained(stock(base), str(adapter))
     torch.testing.assert_close(stock_logits(merged), stock_logits(unmerged))
 
 
@@ -77,10 +84,8 @@ def test_merge_into_one_end_of_tied_embeddings_unties_them(layers: int, tmp_path
 def test_merge_into_weights_that_blocks_share_unties_them(tmp_path: Path) -> None:
     """An adapter is each block's own, as PEFT's is over the whole model."""
     base = save_model(tmp_path / "base", "zamba2")
-    settings = AdapterConfig(target_modules=("q_proj",))
-    adapter = saved_adapter(base, tmp_path / "adapter", settings)
-    merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"))
-    merged = load_cleanly(tmp_path / "merged")
+    adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig(target_modules=("q_proj",)))
+    merged = merged_with(adapter, base, tmp_path / "merged")
     adapted = PeftModel.from_pretrained(stock(base), str(adapter))
     torch.testing.assert_close(stock_logits(merged), stock_logits(adapted))
 
@@ -88,11 +93,9 @@ def test_merge_into_weights_that_blocks_share_unties_them(tmp_path: Path) -> Non
 def test_merge_writes_the_wanted_type(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base")
     adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig())
-    merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"), dtype="bfloat16")
-    model = load_cleanly(tmp_path / "merged")
-    reference = PeftModel.from_pretrained(
-        stock(base, dtype=torch.bfloat16), str(adapter)
-    ).merge_and_unload()
+    model = merged_with(adapter, base, tmp_path / "merged", dtype="bfloat16")
+    whole = stock(base, dtype=torch.bfloat16)
+    reference = PeftModel.from_pretrained(whole, str(adapter)).merge_and_unload()
     assert model.dtype == torch.bfloat16
     assert torch.equal(stock_logits(model), stock_logits(reference))
 
@@ -146,18 +149,10 @@ def test_a_stored_head_is_merged_and_verified(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", tie_word_embeddings=True)
     adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig(target_modules=("q_proj",)))
     rewritten(base, own_head)
-    merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"))
+    merged = merged_with(adapter, base, tmp_path / "merged")
     with pytest.warns(UserWarning, match="no longer tied"):
         reference = PeftModel.from_pretrained(stock(base), str(adapter)).merge_and_unload()
-    merged = load_cleanly(tmp_path / "merged")
     assert torch.equal(stock_logits(merged), stock_logits(reference))
-    machine = {"hostname": "a", "ip": "127.0.0.1"}
-    config = Config.from_dict(
-        {
-            "coordinator": machine,
-            "shard_plan": [{"id": "local", "start": 0, "end": 4}],
-            "model": {"name_or_path": "base"},
-        },
-        tmp_path,
-    )
-    assert verify_model(config, cuts=[1, 3]).verdict == "bit-equal"
+    machine, plan = {"hostname": "a", "ip": "127.0.0.1"}, plan_of(("local", 4))
+    raw = {"coordinator": machine, "shard_plan": plan, "model": {"name_or_path": "base"}}
+    assert verify_model(Config.from_dict(raw, tmp_path), cuts=[1, 3]).verdict == "bit-equal"

@@ -18,12 +18,8 @@ def test_ids_of_a_token_become_rows_of_the_model() -> None:
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     found = for_model(inputs, 2)
     assert found["input_ids"].tolist() == [[10, 11, 12], [20, 21, 0], [30, 0, 0], [40, 0, 0]]
-    assert found["labels"].tolist() == [
-        [10, 11, 12],
-        [20, 21, -100],
-        [30, -100, -100],
-        [40, -100, -100],
-    ]
+    labels = [[10, 11, 12], [20, 21, -100], [30, -100, -100], [40, -100, -100]]
+    assert found["labels"].tolist() == labels
     assert found["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert for_model(inputs, 1) == inputs
 

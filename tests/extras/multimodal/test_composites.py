@@ -18,9 +18,12 @@ from hetero_framework.models.cut.partition import ShardRange, ranges_between
 from hetero_framework.models.cut.shard import build_shard
 from hetero_framework.models.cut.tiny import probe_inputs, tiny_config
 from hetero_framework.models.verify.equivalence import compare
+from tests.cases import seldom
 from tests.samples import save_multimodal
 from tests.unit.adapter_helpers import chain_logits, keep_unpacked, shards, stock_logits
 from tests.unit.models.files.test_quantization import SETTINGS
+
+QWEN, GEMMA = "Qwen2_5_VLForConditionalGeneration", "Gemma3ForConditionalGeneration"
 
 
 def test_the_loss_of_all_routers_passes_to_the_bit() -> None:
@@ -69,7 +72,7 @@ def test_positions_of_padding_that_embeddings_would_change_are_those_of_ids() ->
 
 @pytest.mark.parametrize("limit", [None, 5], ids=["whole", "in chunks"])
 def test_classes_without_an_item_count_average_means_as_the_trainer(limit: int | None) -> None:
-    config = tiny_config("Qwen2_5_VLForConditionalGeneration")
+    config = tiny_config(QWEN)
     layers = introspect(config).num_layers
     shard = build_shard(config, None, ShardRange(0, layers, True, True), dtype=torch.float32)
     shard.train(False)
@@ -79,20 +82,13 @@ def test_classes_without_an_item_count_average_means_as_the_trainer(limit: int |
     assert micro_batches == 3
     expected = shard.model(**batch).loss / micro_batches  # of a class without a number: the mean
     (gradient,) = torch.autograd.grad(expected, [next(shard.model.parameters())])
-    loss, _ = objective.loss(
-        shard,
-        batch,
-        (),
-        torch.tensor(float(micro_batches)),
-        running=nullcontext,
-        backward=torch.Tensor.backward,
-    )
+    how: Any = {"running": nullcontext, "backward": torch.Tensor.backward}
+    loss, _ = objective.loss(shard, batch, (), torch.tensor(float(micro_batches)), **how)
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(next(shard.model.parameters()).grad, gradient)
     # An evaluation adds up the tokens' losses, whatever the class.
-    total, _ = objective.loss(
-        shard, batch, (), torch.tensor(1.0), running=torch.no_grad, backward=None
-    )
+    how = {"running": torch.no_grad, "backward": None}
+    total, _ = objective.loss(shard, batch, (), torch.tensor(1.0), **how)
     tokens = objective.prediction_counter(config)([batch])
     torch.testing.assert_close(total / tokens, 3 * expected.detach())
 
@@ -105,13 +101,7 @@ def test_noise_needs_one_embedding() -> None:
         shard.add_noise(5.0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Qwen2_5_VLForConditionalGeneration",
-        pytest.param("Gemma3ForConditionalGeneration", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("name", seldom([QWEN, GEMMA], GEMMA))
 def test_the_language_part_of_a_multimodal_class_is_quantised_as_in_the_whole(
     name: str, tmp_path: Path
 ) -> None:
@@ -121,9 +111,8 @@ def test_the_language_part_of_a_multimodal_class_is_quantised_as_in_the_whole(
     whole = cls.from_pretrained(base, **settings).train(False)
     keep_unpacked(whole)
     expected = stock_logits(whole)
-    assert torch.equal(
-        chain_logits(shards(base, 0, 2, 6, quantization="nf4", attach=False)), expected
-    )
+    cut = shards(base, 0, 2, 6, quantization="nf4", attach=False)
+    assert torch.equal(chain_logits(cut), expected)
     whole.save_pretrained(tmp_path / "stored")
     stored = shards(tmp_path / "stored", 0, 1, 3, 6, attach=False)
     assert torch.equal(chain_logits(stored), expected)

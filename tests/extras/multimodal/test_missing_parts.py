@@ -15,36 +15,22 @@ from transformers.utils import is_timm_available
 from hetero_framework.config import AdapterConfig, ModelConfig
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.extras.multimodal.towers import AbsentPart, stand_in
-from hetero_framework.models.adapters.trainable import export_parts
 from hetero_framework.models.cut import language
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import towers
 from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import tiny_config
-from hetero_framework.models.files.export import (
-    OutputDirectory,
-    weights_beside,
-    write_adapter,
-    write_checkpoint,
-)
+from hetero_framework.models.files.export import OutputDirectory, weights_beside, write_checkpoint
 from hetero_framework.models.verify.equivalence import compare
+from tests.integration.test_parity import assert_same
 from tests.samples import save_multimodal
-from tests.unit.adapter_helpers import shards
-from tests.unit.models.files.test_export import files_of
+from tests.unit.adapter_helpers import shards, write_trained
+from tests.unit.models.files.test_export import files_of, parts_of
 
 pytestmark = pytest.mark.skipif(is_timm_available(), reason="timm is there")
 
 NAME = "FastVlmForConditionalGeneration"
-
-
-def seen(base: Path) -> dict[str, torch.Tensor]:
-    """Tensors of the absent tower, put into the checkpoint."""
-    file = base / "model.safetensors"
-    stored = load_file(file)
-    added = {f"model.vision_tower.timm_model.stem.{i}.weight": torch.randn(3, i) for i in (1, 2)}
-    save_file({**stored, **added}, file, metadata={"format": "pt"})
-    return added
 
 
 @pytest.mark.parametrize(
@@ -85,21 +71,18 @@ def test_tensors_of_missing_parts_are_copied_into_the_result(tmp_path: Path) -> 
     config = load_model_config(model, base)
     with pytest.raises(ModelError, match=r"lacks 1 .* has to hold: model\.vision_tower"):
         weights_beside(model, base, config)
-    added = seen(base)
-    pieces = shards(base, 0, 3, 6)
-    parts = [dict(export_parts(piece)) for piece in pieces]
-    besides = weights_beside(model, base, config)
+    added = {f"model.vision_tower.timm_model.stem.{i}.weight": torch.randn(3, i) for i in (1, 2)}
+    file = base / "model.safetensors"
+    save_file({**load_file(file), **added}, file, metadata={"format": "pt"})
+    parts, besides = parts_of(shards(base, 0, 3, 6)), weights_beside(model, base, config)
     write_checkpoint(OutputDirectory(tmp_path / "out"), parts, config, beside=besides)
-    ours, theirs = files_of(tmp_path / "out"), files_of(base)
-    assert ours.keys() == theirs.keys()
+    ours = files_of(tmp_path / "out")
     assert added.keys() <= ours.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert_same(ours, files_of(base))
 
 
 def test_an_adapter_excludes_missing_parts(tmp_path: Path) -> None:
     base = save_multimodal(tmp_path / "base", NAME)
     pieces = shards(base, 0, 3, 6, adapter=AdapterConfig(r=4, target_modules=("q_proj",)))
-    parts = [dict(export_parts(piece)) for piece in pieces]
-    folder = tmp_path / "adapter"
-    write_adapter(OutputDirectory(folder), parts, pieces[0].adapter.plan, str(base))
+    folder = write_trained(pieces, base, tmp_path / "adapter")
     assert "vision_tower" in PeftConfig.from_pretrained(folder).exclude_modules

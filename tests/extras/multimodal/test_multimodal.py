@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from peft import PeftModel
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import is_timm_available
 
 from hetero_framework.trainer.coordinator import train
+from tests.cases import seldom
 from tests.integration.oracles import (
     assert_agree,
     assert_close,
@@ -30,19 +30,15 @@ pytestmark = pytest.mark.xdist_group("pool2")
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 SHORT = {"max_steps": 3, "warmup_steps": 0, "weight_decay": 0.5, "learning_rate": 1e-2}
-CLASSES = [
+NAMES = [
     "Gemma3ForConditionalGeneration",  # one weight for embedding and head
-    *(
-        pytest.param(name, marks=pytest.mark.long)
-        for name in (
-            "Mistral3ForConditionalGeneration",
-            "Llama4ForConditionalGeneration",  # a causal class takes its text configuration
-            "Qwen2_5_VLForConditionalGeneration",  # positions of three axes
-            "Qwen3VLMoeForConditionalGeneration",
-            "VoxtralForConditionalGeneration",  # hears
-        )
-    ),
+    "Mistral3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",  # a causal class takes its text configuration
+    "Qwen2_5_VLForConditionalGeneration",  # positions of three axes
+    "Qwen3VLMoeForConditionalGeneration",
+    "VoxtralForConditionalGeneration",  # hears
 ]
+CLASSES = seldom(NAMES, *NAMES[1:])
 
 
 def original(folder: Path) -> PreTrainedModel:
@@ -100,8 +96,7 @@ def test_training_agrees_with_trainer_over_the_class_itself(
     theirs, trained = trainer_run(model, texts, tmp_path / "trainer", adapter, **SHORT)
     assert_agree(ours, theirs)
     run = tmp_path / "run"
-    found = weights(run) if adapted else original(run / "model").state_dict()
-    assert_close(found, trained)
+    assert_close(weights(run) if adapted else original(run / "model").state_dict(), trained)
 
 
 @pytest.mark.long
@@ -117,6 +112,4 @@ def test_a_resumed_run_ends_with_the_same_checkpoint(pool, texts, tmp_path) -> N
     train(make(pool, model, texts, tmp_path / "whole", [], training=training))
     once = original(tmp_path / "whole" / "model").state_dict()
     train(make(pool, model, texts, tmp_path / "whole", [1, 4], training=training), resume=2)
-    again = original(tmp_path / "whole" / "model").state_dict()
-    assert again.keys() == once.keys()
-    assert all(torch.equal(again[key], once[key]) for key in once)
+    assert_same(original(tmp_path / "whole" / "model").state_dict(), once)

@@ -50,8 +50,7 @@ def test_the_original_class_trains_as_its_language_part(name) -> None:
     whole = getattr(transformers, name)
     assert stock_class(config) is whole
     assert issubclass(model_class(config), whole)
-    result = compare(config, ranges_between([0, 2, 5, 6]))
-    assert result.verdict == "bit-equal"
+    assert compare(config, ranges_between([0, 2, 5, 6])).verdict == "bit-equal"
 
 
 @pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", *list(TOWERS)[2:3]])
@@ -83,8 +82,7 @@ def test_no_tensor_of_a_tower_is_read(name, sharded, monkeypatch, tmp_path) -> N
 
 
 def test_towers_are_not_made_for_a_real_configuration() -> None:
-    config = Gemma3Config(architectures=["Gemma3ForConditionalGeneration"])
-    model = meta_model(config)
+    model = meta_model(Gemma3Config(architectures=["Gemma3ForConditionalGeneration"]))
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not [n for n, _ in model.named_parameters() if "vision" in n or "projector" in n]
 
