@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,7 +25,7 @@ from hetero_framework.extras.chains.chain import (
 from hetero_framework.extras.chains.chain_objective import ChainLoss
 from hetero_framework.extras.chains.chain_shard import build_chain
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
-from hetero_framework.models.cut.partition import ShardRange
+from hetero_framework.models.cut.partition import ShardRange, ranges_between
 from hetero_framework.models.verify.equivalence import compare
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -53,6 +52,11 @@ class Returning(nn.Module):
 
 def chain_of(*children: nn.Module) -> Any:
     return lambda: nn.Sequential(nn.Linear(3, 4), *children)
+
+
+def built(config: ChainConfig, span: ShardRange, device: str = "cpu") -> Any:
+    how: Any = {"dtype": torch.float32, "device": torch.device(device), "seed": 0}
+    return build_chain(config, span, **how)
 
 
 WRONG = {
@@ -96,9 +100,8 @@ def test_a_target_that_the_loss_refuses_is_shown_with_the_users_line(
     control.import_file(tmp_path / "mine.py")
     objective = ChainLoss(TrainingConfig(objective="sequential"))
     output, target = torch.zeros(3, 10), torch.tensor([2, 10, 4])
-    with pytest.raises(
-        DataError, match=r"fails: .*mine.py, line 3: .*\n.* target 2 to 10"
-    ) as error:
+    said = r"fails: .*mine.py, line 3: .*\n.* target 2 to 10"
+    with pytest.raises(DataError, match=said) as error:
         objective.called(ChainConfig("mine", FORMS, "loss"), output, target)
     assert error.value.exit_code == 2
 
@@ -120,24 +123,15 @@ def test_a_chain_that_is_none_is_refused(found: Any, message: str, having: Any) 
 
 
 def test_another_shape_than_that_of_the_first_example_is_refused(having: Any) -> None:
-    grows = Returning(lambda x: x if len(x) == 3 else torch.cat([x, x], 1))
-    having(mine=chain_of(grows))
-    config = ChainConfig("mine", FORMS, "grows")
-    shard = build_chain(
-        *(config, ShardRange(0, 2, True, True)),
-        **{"dtype": torch.float32, "device": torch.device("cpu"), "seed": 0},
-    )
+    having(mine=chain_of(Returning(lambda x: x if len(x) == 3 else torch.cat([x, x], 1))))
+    shard = built(ChainConfig("mine", FORMS, "grows"), ShardRange(0, 2, True, True))
     with pytest.raises(ArchitectureError, match="returns tensors of other shapes"):
         shard.forward({"input": torch.zeros(2, 3)}, ())
 
 
 def test_the_second_stage_knows_what_may_arrive(having: Any) -> None:
     having(mine=chain_of(Returning(lambda x: {"a": x, "n": x.argmax(1)}), nn.Identity()))
-    config = ChainConfig("mine", FORMS, "arrival")
-    shard = build_chain(
-        *(config, ShardRange(2, 3, False, True)),
-        **{"dtype": torch.float32, "device": torch.device("meta"), "seed": 0},
-    )
+    shard = built(ChainConfig("mine", FORMS, "arrival"), ShardRange(2, 3, False, True), "meta")
     a, n = ((2, 4), torch.float32, False), ((2,), torch.int64, False)
     assert shard.arrival_problem([a, n], None) is None
     assert shard.arrival_problem([a], None) == "1 tensors came, expected 2"
@@ -151,12 +145,9 @@ def test_a_weight_of_two_stages_is_refused(having: Any) -> None:
     having(mine=nn.Sequential(layer, nn.ReLU(), layer))
     config = ChainConfig("mine", FORMS, "shared")
     with pytest.raises(ArchitectureError, match="is also that of another stage"):
-        build_chain(
-            *(config, ShardRange(0, 1, True, False)),
-            **{"dtype": torch.float32, "device": torch.device("cpu"), "seed": 0},
-        )
+        built(config, ShardRange(0, 1, True, False))
     assert len(bundles(config)) == 4
-    assert compare(config, [ShardRange(0, 3, True, True)]).verdict == "bit-equal"
+    assert compare(config, ranges_between([0, 3])).verdict == "bit-equal"
 
 
 def test_children_of_one_kind_take_the_same_input(having: Any) -> None:
@@ -164,8 +155,7 @@ def test_children_of_one_kind_take_the_same_input(having: Any) -> None:
     having(mine=lambda: nn.Sequential(convolution, nn.AvgPool2d(2), nn.Conv2d(3, 3, 3, padding=1)))
     config = ChainConfig("mine", {"input": ((3, 8, 8), "float32")}, "kinds")
     assert layer_kinds(config) == [0, 1, 2]
-    flops = [child_flops(config, k, 5) for k in range(3)]
-    assert flops == [2 * 5 * 64 * 81, 0, 2 * 5 * 16 * 81]
+    assert [child_flops(config, k, 5) for k in range(3)] == [2 * 5 * 64 * 81, 0, 2 * 5 * 16 * 81]
     assert introspect(config).num_layers == 3
 
 
@@ -184,8 +174,7 @@ def test_a_chain_that_no_function_makes_stays_as_it_is_given(having: Any) -> Non
     having(mine=chain)
     config = ChainConfig("mine", FORMS, digest := modules_of("mine"))
     assert introspect(config).num_layers == 4
-    ranges = [ShardRange(0, 2, True, False), ShardRange(2, 4, False, True)]
-    assert compare(config, ranges).verdict == "bit-equal"
+    assert compare(config, ranges_between([0, 2, 4])).verdict == "bit-equal"
     assert child_flops(config, 0, 5) == 2 * 5 * 12
     assert all(torch.equal(before[name], t) for name, t in chain.state_dict().items())
     assert all(p.grad is None for p in chain.parameters())
@@ -221,23 +210,18 @@ def test_a_way_around_the_boundaries_is_found(having: Any) -> None:
 
     having(mine=peeking)
     config = ChainConfig("mine", FORMS, "peeking")
-    whole, cut = ShardRange(0, 3, True, True), [ShardRange(0, 2, True, False)]
-    assert compare(config, [whole]).passed
-    result = compare(config, [*cut, ShardRange(2, 3, False, True)])
+    assert compare(config, ranges_between([0, 3])).passed
+    result = compare(config, ranges_between([0, 2, 3]))
     assert not result.passed
     assert "differs from that of the whole" in result.reason
 
 
 @pytest.mark.parametrize("name", ["resnet", "vit"])
-def test_the_examples_are_cut_to_the_bit(
-    name: str, having: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_examples_are_cut_to_the_bit(name: str, having: Any) -> None:
     control.import_file(EXAMPLES / f"{name}.py")
     forms = {"input": ((3, 16, 16), "float32"), "target": ((), "int64")}
     config = ChainConfig(name, forms, modules_of(name))
-    bounds = [0, 1, 2, 4, 5, 6]
-    ranges = [ShardRange(a, b, a == 0, b == 6) for a, b in pairwise(bounds)]
-    assert compare(config, ranges).verdict == "bit-equal"
+    assert compare(config, ranges_between([0, 1, 2, 4, 5, 6])).verdict == "bit-equal"
 
 
 class Named(nn.Sequential):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 
 from hetero_framework import control
 from hetero_framework.config import Config
@@ -14,11 +15,12 @@ from hetero_framework.errors import CallbackError
 from hetero_framework.extras.exporting.checkpoint_export import export_checkpoint
 from hetero_framework.models.files.export import OutputDirectory
 from hetero_framework.trainer.coordinator import train
+from tests.cases import seldom
 from tests.integration.test_best_model import Ending
 from tests.integration.test_parity import assert_same, weights
 from tests.integration.test_recovery import Killer
 from tests.pools import read_metrics
-from tests.samples import DEVICE, free_ports
+from tests.samples import DEVICE, free_ports, plan_of
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 TRAINING = {
@@ -43,11 +45,7 @@ def configuration(
     control.import_file(folder / f"{name}.py")
     ports = free_ports(3)
     machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": DEVICE, "num_threads": 1}
-    bounds, owners = [0, *cuts, 6], ["local", 1, 2, "local"] if len(cuts) == 3 else ["local", 1, 2]
-    plan = [
-        {"id": owner, "start": start, "end": end}
-        for owner, start, end in zip(owners, bounds, bounds[1:], strict=False)
-    ]
+    plan = plan_of(*zip(["local", 1, 2, "local"], [*cuts, 6], strict=False))
     used = {entry["id"] for entry in plan}
     return Config.from_dict(
         {
@@ -68,7 +66,8 @@ def test_one_process_trains_as_a_loop_of_torch(tmp_path: Path) -> None:
     torch.manual_seed(42)
     chain = own.resnet().train()
     optimizer = torch.optim.AdamW(chain.parameters(), lr=0.01, weight_decay=0.0)
-    order = summary_order(len(own.train_set))
+    count = len(own.train_set)
+    order = list(SeedableRandomSampler(range(count), data_seed=42, num_samples=count))
     losses = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -90,16 +89,8 @@ def test_one_process_trains_as_a_loop_of_torch(tmp_path: Path) -> None:
     assert_same(summary.load().state_dict(), chain.state_dict())
 
 
-def summary_order(count: int) -> list[int]:
-    from accelerate.data_loader import SeedableRandomSampler
-
-    return list(SeedableRandomSampler(range(count), data_seed=42, num_samples=count))
-
-
-@pytest.mark.parametrize("name", ["resnet", pytest.param("vit", marks=LONG)])
-@pytest.mark.parametrize(
-    "cut", [pytest.param(cut, marks=() if cut == "interleaved" else LONG) for cut in CUTS]
-)
+@pytest.mark.parametrize("name", seldom(["resnet", "vit"], "vit"))
+@pytest.mark.parametrize("cut", seldom(CUTS, "two", "three"))
 def test_a_chain_does_not_depend_on_the_cut(name: str, cut: str, tmp_path: Path) -> None:
     whole = train(configuration(name, tmp_path / "whole", []))
     assert len(set(whole.losses)) == 5
@@ -118,8 +109,7 @@ def test_a_chain_goes_on_under_another_plan(name: str, tmp_path: Path) -> None:
     whole = train(configuration(name, tmp_path / "whole", []))
     with pytest.raises(CallbackError):
         train(configuration(name, tmp_path / "run", [2, 4], **saving), callbacks=[Ending(3)])
-    rest = configuration(name, tmp_path / "run", [3], **saving)
-    train(rest.with_changes(resume_step="latest"))
+    train(configuration(name, tmp_path / "run", [3], **saving).with_changes(resume_step="latest"))
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
     assert whole.steps == 5
 
@@ -131,8 +121,7 @@ def test_an_nn_sequential_itself_does_not_depend_on_the_cut(tmp_path: Path) -> N
     made += "resnet[5] = nn.Sequential(nn.Dropout(0.3), resnet[5])\n"
     (tmp_path / "resnet.py").write_text(f"{text}\n{made}")
     whole = train(configuration("resnet", tmp_path / "whole", [], tmp_path, max_steps=3))
-    chain = control.named("resnet")
-    assert all(p.grad is None for p in chain.parameters())
+    assert all(p.grad is None for p in control.named("resnet").parameters())
     other = train(configuration("resnet", tmp_path / "cut", [2, 4], tmp_path, max_steps=3))
     assert other.losses == whole.losses
     assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))

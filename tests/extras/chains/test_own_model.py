@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,18 +30,11 @@ def test_a_class_of_ones_own_is_cut_to_the_bit(
 @pytest.mark.long
 def test_the_example_trains(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    how: Any = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
 
-    def run(*command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+    def run(*command: str) -> None:
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, **how)
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
 
     lines = (tmp_path / "examples" / "own_model.py").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 80

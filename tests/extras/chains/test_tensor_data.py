@@ -12,6 +12,7 @@ from hetero_framework import control
 from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError, DataError
 from hetero_framework.extras.chains.tensor_data import OwnExamples, load_own_data, shown_forms
+from tests.samples import plan_of
 
 ISLAND = {"name": "a", "lighthouse": "127.0.0.1:29510"}
 PAIR = (torch.ones(2, 3), 1)
@@ -94,13 +95,10 @@ def test_the_fingerprint_is_that_of_the_examples(monkeypatch: pytest.MonkeyPatch
 
 
 def test_steps_take_the_epochs_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        control, "_modules", [SimpleNamespace(mine=Drawing([(0, k) for k in range(8)]))]
-    )
+    examples_of(monkeypatch, Drawing([(0, k) for k in range(8)]))
     training = {"objective": "sequential", "per_device_train_batch_size": 2}
     sections = {"model": {"chain": "it"}, "data": {"train": "mine", "eval": "mine"}}
-    plan = [{"id": "local", "start": 0, "end": 1}]
-    machine = {"ip": "127.0.0.1", "port": 1}
+    machine, plan = {"ip": "127.0.0.1", "port": 1}, plan_of(("local", 1))
     raw = {"coordinator": machine, "workers": [], "shard_plan": plan, **sections}
     data = load_own_data(Config.from_dict({**raw, "training": training}))
     assert (data.steps_per_epoch, data.total_steps, data.row_tokens) == (4, 12, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers import (
 )
 from trl import RewardConfig, RewardTrainer
 
-from hetero_framework.config import Config
+from hetero_framework.config import Config, TrainingConfig
 from hetero_framework.trainer.coordinator import train
 from tests.alone import Alone
 from tests.extras.preferences.test_preference_runs import WORDS, save_pairs
@@ -33,6 +34,7 @@ from tests.extras.reporting.test_callbacks import Recorder
 from tests.integration.oracles import assert_close, read_rows, stock_model, trained_weights
 from tests.integration.test_parity import weights
 from tests.samples import save_tokenizer
+from tests.unit.data_helpers import write_jsonl
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1},
@@ -58,8 +60,7 @@ def save_classifier(
     if model_type == "llama":
         sizes |= {"num_key_value_heads": 2}
     config = AutoConfig.for_model(
-        model_type,
-        **{**sizes, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **settings},
+        model_type, **{**sizes, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **settings}
     )
     for name in vars(config):
         if name.endswith(("dropout", "pdrop", "dropout_prob")):
@@ -76,8 +77,7 @@ def save_adapter(model: Path, folder: Path, task: str) -> Path:
     torch.manual_seed(5)
     settings: Any = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "task_type": task}
     settings |= {"fan_in_fan_out": model_type == "gpt2", "target_modules": TARGETS[model_type]}
-    config = LoraConfig(**settings)
-    get_peft_model(stock_model(model), config).save_pretrained(folder)
+    get_peft_model(stock_model(model), LoraConfig(**settings)).save_pretrained(folder)
     return folder
 
 
@@ -87,8 +87,7 @@ def save_rows(path: Path, label: Callable[[int, random.Random], Any], count: int
         {"text": " ".join(draw.choices(WORDS, k=draw.randint(1, 12))), "label": label(k, draw)}
         for k in range(count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_jsonl(path, rows)
 
 
 def save_tagged(path: Path, count: int = 12) -> Path:
@@ -96,8 +95,7 @@ def save_tagged(path: Path, count: int = 12) -> Path:
     for _ in range(count):
         words = draw.choices(WORDS, k=draw.randint(1, 9))
         rows.append({"tokens": words, "tags": draw.choices(["O", "B-LOC", "I-LOC"], k=len(words))})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_jsonl(path, rows)
 
 
 KINDS: dict[str, tuple[Callable[[int, random.Random], Any], dict[str, Any]]] = {
@@ -119,15 +117,25 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"share": float(right.mean()), "spread": float(logits[labels != -100].std())}
 
 
+def arguments_of(cls: Any, output: Path, training: TrainingConfig, **more: Any) -> Any:
+    """Those of a trainer of transformers or TRL for a run with these settings."""
+    names = ["max_steps", "per_device_train_batch_size", "per_device_eval_batch_size"]
+    names += ["gradient_accumulation_steps", "learning_rate"]
+    return cls(
+        str(output),
+        **{name: getattr(training, name) for name in names},
+        **{"logging_steps": 1, "save_strategy": "no", "report_to": "none"},
+        **{"optim": "adamw_torch", "use_cpu": True, "disable_tqdm": True},
+        **{"eval_strategy": "epoch", "dataloader_pin_memory": False, **more},
+    )
+
+
 def trainer_of(config: Config, output: Path, kind: str, adapter: Path | None) -> Trainer:
-    training, data, model = config.training, config.data, config.model
-    assert data is not None
-    assert model is not None
-    place = Path(str(model.name_or_path))
+    place = Path(config.model.name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(place)
     found = []
-    for row in read_rows(Path(str(data.train))):
-        how: Any = {"truncation": True, "max_length": data.max_length}
+    for row in read_rows(Path(config.data.train)):
+        how: Any = {"truncation": True, "max_length": config.data.max_length}
         if kind == "tags":
             made = tokenizer(row["tokens"], is_split_into_words=True, **how)
             words = made.word_ids()
@@ -145,17 +153,7 @@ def trainer_of(config: Config, output: Path, kind: str, adapter: Path | None) ->
     collator = DataCollatorForTokenClassification if kind == "tags" else DataCollatorWithPadding
     trainer = Trainer(
         stock_model(place, adapter),
-        args=TrainingArguments(
-            str(output),
-            max_steps=training.max_steps,
-            per_device_train_batch_size=training.per_device_train_batch_size,
-            per_device_eval_batch_size=training.per_device_eval_batch_size,
-            gradient_accumulation_steps=training.gradient_accumulation_steps,
-            learning_rate=training.learning_rate,
-            **{"logging_steps": 1, "save_strategy": "no", "report_to": "none"},
-            **{"optim": "adamw_torch", "use_cpu": True, "disable_tqdm": True},
-            **{"eval_strategy": "epoch", "dataloader_pin_memory": False},
-        ),
+        args=arguments_of(TrainingArguments, output, config.training),
         data_collator=collator(tokenizer),
         train_dataset=rows,
         eval_dataset=rows,
@@ -168,7 +166,6 @@ def trainer_of(config: Config, output: Path, kind: str, adapter: Path | None) ->
 
 
 def compare(ours: Recorder, theirs: list[dict[str, Any]], metrics: list[str]) -> None:
-    assert ours.state is not None
     assert len(ours.state.log_history) == len(theirs)
     for one, two in zip(ours.state.log_history, theirs, strict=True):
         prefix = "eval_" if "eval_loss" in two else ""
@@ -178,21 +175,13 @@ def compare(ours: Recorder, theirs: list[dict[str, Any]], metrics: list[str]) ->
 
 
 LONG = pytest.mark.long
+OFTEN = [
+    *[("classes", "llama", True), ("classes", "bert", False), ("several", "gpt2", False)],
+    *[("measure", "bert", False), ("tags", "llama", False)],
+]
 CASES = [
-    pytest.param(kind, model_type, lora, marks=() if chosen else LONG)
-    for kind in (*KINDS, "tags")
-    for model_type in SIZES
-    for lora in (False, True)
-    for chosen in [
-        (kind, model_type, lora)
-        in {
-            ("classes", "llama", True),
-            ("several", "gpt2", False),
-            ("measure", "bert", False),
-            ("tags", "llama", False),
-            ("classes", "bert", False),
-        }
-    ]
+    pytest.param(*case, marks=() if case in OFTEN else LONG)
+    for case in product((*KINDS, "tags"), SIZES, (False, True))
 ]
 
 
@@ -227,14 +216,11 @@ def test_losses_and_weights_are_those_of_the_trainer(
     if kind in NAMES:
         found = ours.state.log_history[-2]
         assert found["eval_accuracy"] == pytest.approx(found["eval_share"])
-    trained = trained_weights(other.model)
-    assert_close(weights(tmp_path / "run"), trained, atol=1e-5)
+    assert_close(weights(tmp_path / "run"), trained_weights(other.model), atol=1e-5)
     loaded = summary.load()
     assert type(loaded).__name__ == type(other.model).__name__
-    assert loaded.config.problem_type == {
-        "several": "multi_label_classification",
-        "measure": "regression",
-    }.get(kind, "single_label_classification")
+    problems = {"several": "multi_label_classification", "measure": "regression"}
+    assert loaded.config.problem_type == problems.get(kind, "single_label_classification")
     if kind in NAMES:
         assert list(loaded.config.id2label.values()) == NAMES[kind]
 
@@ -251,12 +237,7 @@ def test_losses_and_weights_are_those_of_the_trainer(
     ],
 )
 def test_rewards_are_those_of_trl(
-    model_type: str,
-    lora: bool,
-    training: dict[str, Any],
-    margin: bool,
-    alone: Alone,
-    tmp_path: Path,
+    model_type: str, lora: bool, training: Any, margin: bool, alone: Alone, tmp_path: Path
 ) -> None:
     model = save_classifier(tmp_path / "model", model_type, num_labels=1)
     adapter = save_adapter(model, tmp_path / "start", "SEQ_CLS") if lora else None
@@ -265,7 +246,7 @@ def test_rewards_are_those_of_trl(
     rows = read_rows(pairs)
     if margin:
         rows = [{**row, "margin": 0.1 * k} for k, row in enumerate(rows)]
-        pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(pairs, rows)
     config = alone(
         training={
             **{"objective": "reward", "learning_rate": 1e-3, "eval_strategy": "epoch"},
@@ -278,22 +259,11 @@ def test_rewards_are_those_of_trl(
     )
     ours = Recorder()
     train(config, callbacks=[ours])
-    known = RewardConfig.__dataclass_fields__
     off = "activation_checkpointing"  # the name since transformers 5.20
-    arguments = RewardConfig(
-        str(tmp_path / "trl"),
-        max_length=22,
-        max_steps=5,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=5,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-3,
-        center_rewards_coefficient=config.training.center_rewards_coefficient,
-        **{"logging_steps": 1, "save_strategy": "no", "report_to": "none", "bf16": False},
-        **{"optim": "adamw_torch", "use_cpu": True, "disable_tqdm": True},
-        **{"eval_strategy": "epoch", "dataloader_pin_memory": False},
-        **{off if off in known else "gradient_checkpointing": False},
-    )
+    known = off in RewardConfig.__dataclass_fields__
+    own = {"max_length": 22, "bf16": False, off if known else "gradient_checkpointing": False}
+    own["center_rewards_coefficient"] = config.training.center_rewards_coefficient
+    arguments = arguments_of(RewardConfig, tmp_path / "trl", config.training, **own)
     data: Any = datasets.Dataset.from_list(rows)
     other = RewardTrainer(
         stock_model(model, adapter),

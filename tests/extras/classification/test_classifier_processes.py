@@ -14,6 +14,7 @@ from hetero_framework.errors import CallbackError
 from hetero_framework.extras.exporting.merge import merge_adapter
 from hetero_framework.models.files.export import OutputDirectory
 from hetero_framework.trainer.coordinator import train
+from tests.cases import seldom
 from tests.extras.classification.test_classification_runs import (
     KINDS,
     save_classifier,
@@ -45,7 +46,6 @@ CASES: dict[str, dict[str, Any]] = {
     "tags": {"training": {"objective": "token-classification"}},
     "tags_of_bert": {"model": "bert", "training": {"objective": "token-classification"}},
 }
-OFTEN = ("reward_lora",)
 
 
 @pytest.fixture
@@ -69,9 +69,7 @@ def configured(pool: Any, llama: Path, tmp_path: Path) -> Any:
     return config
 
 
-@pytest.mark.parametrize(
-    "case", [c if c in OFTEN else pytest.param(c, marks=pytest.mark.long) for c in CASES]
-)
+@pytest.mark.parametrize("case", seldom(CASES, *[*CASES][1:]))
 def test_labels_and_rewards_do_not_depend_on_the_cut(
     case: str, configured: Any, tmp_path: Path
 ) -> None:
@@ -102,16 +100,14 @@ def test_a_run_that_was_ended_goes_on_under_another_plan(
     whole = train(configured("whole", [], **sections))
     with pytest.raises(CallbackError):
         train(configured("ended", [3], **sections), callbacks=[Ending(2)])
-    ended = train(configured("ended", [2, 4], **sections))
-    assert ended.losses == whole.losses[2:]
+    assert train(configured("ended", [2, 4], **sections)).losses == whole.losses[2:]
     assert_same(weights(tmp_path / "ended"), weights(tmp_path / "whole"))
 
 
 @pytest.mark.long
 def test_the_result_is_loaded_by_its_class(configured: Any, llama: Path, tmp_path: Path) -> None:
     """The adapter over the base, which has no head, gives what the whole result gives."""
-    summary = train(configured("lora", [3], adapter=LORA))
-    adapted = summary.load().train(False)
+    adapted = train(configured("lora", [3], adapter=LORA)).load().train(False)
     full = train(configured("full", [2, 4])).load().train(False)
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "full" / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "lora" / "adapter")
@@ -120,19 +116,13 @@ def test_the_result_is_loaded_by_its_class(configured: Any, llama: Path, tmp_pat
     with torch.no_grad():
         assert adapted(**inputs).logits.shape == (2, 3)
         assert torch.equal(full(**inputs).logits, again.train(False)(**inputs).logits)
-    assert (
-        adapted.config.id2label
-        == again.config.id2label
-        == dict(enumerate(["glad", "sad", "so-so"]))
-    )
+    names = dict(enumerate(["glad", "sad", "so-so"]))
+    assert adapted.config.id2label == again.config.id2label == names
     saved = weights(tmp_path / "lora")
     (head,) = (name for name in saved if "score" in name)
-    assert torch.equal(
-        saved[head],
-        adapted.state_dict()[head.replace("score.weight", "score.modules_to_save.default.weight")],
-    )
-    merged = OutputDirectory(tmp_path / "merged")
-    merge_adapter(tmp_path / "lora" / "adapter", str(llama), merged)
+    of_peft = head.replace("score.weight", "score.modules_to_save.default.weight")
+    assert torch.equal(saved[head], adapted.state_dict()[of_peft])
+    merge_adapter(tmp_path / "lora" / "adapter", str(llama), OutputDirectory(tmp_path / "merged"))
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").train(False)
     with torch.no_grad():
         torch.testing.assert_close(whole(**inputs).logits, adapted(**inputs).logits)

@@ -32,6 +32,7 @@ from hetero_framework.models.cut.tiny import config_for, stock_class, tiny_confi
 from hetero_framework.models.files.consistency import as_held, new_weights
 from hetero_framework.models.verify import equivalence
 from hetero_framework.models.verify.equivalence import compare
+from tests.samples import plan_of
 
 TEXTS, TOKENS = "sequence-classification", "token-classification"
 CUTS = ([0, 6], [0, 2, 6], [0, 0, 3, 4, 6, 6])
@@ -110,12 +111,10 @@ def test_a_base_gets_the_same_new_head_under_every_cut(model_type, tmp_path) -> 
     place = saved(tmp_path / "base", model_type)
     if model_type == "bert":
         place = tmp_path / "bert"
-        config = tiny_config(model_type, TEXTS)
-        BertForMaskedLM(config).save_pretrained(place)
+        BertForMaskedLM(tiny_config(model_type, TEXTS)).save_pretrained(place)
     model = section(place, num_labels=3, pad_token_id=0)
     whole = weights(chain(model, CUTS[0]))
-    cls = AutoModelForSequenceClassification
-    stock = cls.from_pretrained(place, num_labels=3, pad_token_id=0)
+    stock = AutoModelForSequenceClassification.from_pretrained(place, num_labels=3, pad_token_id=0)
     missing = stock.load_state_dict(whole, strict=False).missing_keys
     assert not [name for name in missing if "position_ids" not in name]
     head = next(name for name in whole if name.startswith(("score", "classifier")))
@@ -172,13 +171,11 @@ def test_text_is_generated_by_a_class_that_can(tmp_path) -> None:
 
 
 def test_labels_are_settings(tmp_path) -> None:
-    place = saved(tmp_path)
-    model = section(place, label_names=("no", "yes", "maybe"), problem_type="regression")
+    model = section(saved(tmp_path), label_names=("no", "yes", "maybe"), problem_type="regression")
     config = load_model_config(model, Path())
     assert (config.num_labels, config.id2label[2], config.label2id["yes"]) == (3, "maybe", 1)
     assert config.problem_type == "regression"
-    fields = json.loads(config.to_json_string())
-    assert fields["id2label"] == {"0": "no", "1": "yes", "2": "maybe"}
+    assert json.loads(config.to_json_string())["id2label"] == {"0": "no", "1": "yes", "2": "maybe"}
     for wrong in ({"num_labels": 2}, {"label_names": ("a", "a")}):
         with pytest.raises(ValueError, match="label_names"):
             LabelSettings(name_or_path="m", **{"label_names": ("a", "b", "c"), **wrong})
@@ -197,8 +194,7 @@ def test_verify_takes_the_class_that_the_objective_trains(
     objective: str, has_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head that the weights lack is the same in the whole and in a shard."""
-    task = needs_of(objective).task if has_head else "causal-lm"
-    stored = tiny_config("llama", task)
+    stored = tiny_config("llama", needs_of(objective).task if has_head else "causal-lm")
     if has_head:
         stored.num_labels = 1 if objective == "reward" else 3
     stock_class(stored)._from_config(stored).save_pretrained(tmp_path / "model")
@@ -206,7 +202,7 @@ def test_verify_takes_the_class_that_the_objective_trains(
     raw = {
         "coordinator": machine,
         "workers": [{"id": 1, **machine, "port": 9871}],
-        "shard_plan": [{"id": "local", "start": 0, "end": 2}, {"id": 1, "start": 2, "end": 6}],
+        "shard_plan": plan_of(("local", 2), (1, 6)),
         "model": {"name_or_path": "model"},
         "training": {"objective": objective},
     }

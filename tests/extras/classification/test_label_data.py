@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import BertTokenizer
+from transformers import BertTokenizer, LlamaConfig
 from trl import RewardTrainer
 from trl.trainer.reward_trainer import DataCollatorForPreference
 
+from hetero_framework.config import TrainingConfig
 from hetero_framework.data import TrainData, load_data
 from hetero_framework.errors import DataError
 from hetero_framework.extras.classification.labels import Stated
 from hetero_framework.extras.observe.example_view import shown_examples
+from hetero_framework.models.cut.objectives import objective_of
 from tests.unit.data_helpers import CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
 
 
@@ -83,13 +85,7 @@ def texts(*given: Any) -> list[dict[str, Any]]:
         ([["b"], ["b", "a"], []], None, "multi", "a b", [[0.0, 1.0], [1.0, 1.0], [0.0, 0.0]]),
         ([[0.5, 2.5]], Stated(problem="regression"), "regression", "LABEL_0 LABEL_1", [[0.5, 2.5]]),
         (["b"], Stated(names=("c", "b")), "single", "c b", [1]),
-        (
-            [1, "c"],
-            Stated(names=("c", "b"), problem="single_label_classification"),
-            "single",
-            "c b",
-            [1, 0],
-        ),
+        ([1, "c"], Stated(names=("c", "b"), problem=CLASS), "single", "c b", [1, 0]),
         ([1], Stated(count=5), "single", "LABEL_0 LABEL_1 LABEL_2 LABEL_3 LABEL_4", [1]),
         ([4, 1], Stated(count=1), "regression", "LABEL_0", [4.0, 1.0]),  # as in transformers
         ([9000, 1], Stated(count=1, names=("stars",)), "regression", "stars", [9000.0, 1.0]),
@@ -100,7 +96,6 @@ def test_labels_are_told_by_how_they_look(
     given: list[Any], stated: Any, problem: str, names: str, expected: Any, tmp_path: Path
 ) -> None:
     data = load(tmp_path, texts(*given), stated=stated)
-    assert data.labels is not None
     assert data.labels.problem.startswith(problem)
     assert " ".join(data.labels.names) == names
     found = labels(data)
@@ -186,7 +181,6 @@ def test_names_of_labels_are_those_of_the_data_set(form: str, tmp_path: Path) ->
     """As transformers' examples take them, also of classes that no row for training has."""
     train, held_out = (named(tmp_path, form, texts(*rows)) for rows in ([1, 0], [2, 1]))
     data = load_named(tmp_path, train, held_out)
-    assert data.labels is not None
     assert data.labels.names == ("neg", "pos", "mixed")
     assert data.labels.problem == CLASS
     assert labels(data).tolist() == [1, 0]
@@ -196,14 +190,11 @@ def test_names_of_labels_are_those_of_the_data_set(form: str, tmp_path: Path) ->
 
 
 def test_names_of_several_labels_and_of_words_are_those_of_the_data_set(tmp_path: Path) -> None:
-    train = named(tmp_path, "parquet", texts([2, 0], [], [1]))
-    data = load_named(tmp_path, train)
-    assert data.labels is not None
+    data = load_named(tmp_path, named(tmp_path, "parquet", texts([2, 0], [], [1])))
     assert data.labels.names == ("neg", "pos", "mixed")
     assert labels(data).tolist() == [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     rows = [{"tokens": ["a", "b"], "tags": [2, 0]}]
     words = load_named(tmp_path, named(tmp_path, "saved", rows), objective="token-classification")
-    assert words.labels is not None
     assert words.labels.names == ("neg", "pos", "mixed")
     assert labels(words)[labels(words) >= 0].tolist() == [2, 0]
 
@@ -268,9 +259,9 @@ def test_messages_may_have_a_label(tmp_path: Path) -> None:
 
 def test_the_first_token_of_a_word_has_its_label(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(CHATML_MARKED)
+    begin = "<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>")
     tokenizer._tokenizer.post_processor = TemplateProcessing(
-        single="<|im_start|> $A",
-        special_tokens=[("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))],
+        single="<|im_start|> $A", special_tokens=[begin]
     )
     rows = [
         {"tokens": ["foxes", "run", "faraway"], "ner_tags": ["B", "O", "I"]},
@@ -291,6 +282,14 @@ def test_the_first_token_of_a_word_has_its_label(tmp_path: Path) -> None:
     assert batch["labels"].tolist() == [expected]
     config = make_config(tmp_path, {"train": "train.jsonl"}, objective="token-classification")
     assert shown_examples(config, tokenizer, 1)[0].tokens == len(words)
+
+
+@pytest.mark.parametrize("labels", [torch.ones(2, 5, dtype=torch.int64), torch.tensor([1, 2])])
+def test_a_probe_has_a_label_for_each_text(labels: torch.Tensor) -> None:
+    """Of made-up token ids, and of a micro-batch of the run."""
+    objective = objective_of(TrainingConfig(objective="classification"))
+    inputs = {"input_ids": torch.ones(2, 5, dtype=torch.int64), "labels": labels}
+    assert objective.probe_inputs(LlamaConfig(), inputs)["labels"].tolist() == [0, 0]
 
 
 TALK = {
