@@ -25,8 +25,7 @@ SHAPES = [(), (1,), (63,), (64,), (65,), (3, 5, 7), (2, 64), (2, 3, 130), (0,), 
 
 
 def values(*shape: int, seed: int = 3, scale: float = 1.0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator) * scale
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def travel(codec: Codec, tensor: torch.Tensor) -> torch.Tensor:

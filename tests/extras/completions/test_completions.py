@@ -127,10 +127,8 @@ def test_a_typed_line_is_completed(shell: str, line: str, words: list[str], fold
 
 def asked(line: str, folder: Path) -> list[str]:
     """The candidates of fish for a line."""
-    code = f"source completions.fish; complete -C '{line}'"
-    command = [*SHELLS["fish"], "-c", code]
-    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path}
+    command = [*SHELLS["fish"], "-c", f"source completions.fish; complete -C '{line}'"]
+    environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=True
     )
@@ -144,6 +142,5 @@ def test_fish_has_the_same_candidates(line: str, words: list[str], folder: Path)
     typed_so_far = ""
     for part, word in zip(line.split("\t")[:-1], words[-line.count("\t") :], strict=True):
         typed_so_far = f"{typed_so_far} {part}".strip()
-        expected = re.sub(r"=\d$", "=", word)
-        assert asked(f"hetero {typed_so_far}", folder) == [expected]
+        assert asked(f"hetero {typed_so_far}", folder) == [re.sub(r"=\d$", "=", word)]
         typed_so_far = typed_so_far.rpartition(" ")[0] + f" {word}"

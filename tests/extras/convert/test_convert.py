@@ -24,23 +24,13 @@ from tests.extras.preferences.test_preference_runs import trl_classes
 
 FOREIGN = Path(__file__).with_name("foreign")
 # What has to be done by hand before such a run can begin: data and templates to be written anew.
-BY_HAND = {
-    "axolotl_qlora.yml": [],
-    "axolotl_chat.yml": [],
-    "axolotl_full.yaml": [],
-    "axolotl_text.yml": [],
-    "llama_factory_lora.yaml": ["dataset"],
-    "llama_factory_qlora.yaml": ["dataset"],
-    "llama_factory_full.yaml": ["dataset"],
-    "llama_factory_pretrain.yaml": ["dataset"],
-    "trl_full.txt": [],
-    "trl_lora.txt": [],
-    "trl_classes.json": [],
+BY_HAND: dict[str, list[str]] = {
+    **{f"axolotl_{name}": [] for name in ("qlora.yml", "chat.yml", "full.yaml", "text.yml")},
     "axolotl_dpo.yml": ["datasets[0].type"],
-    "llama_factory_dpo.yaml": ["dataset"],
-    "llama_factory_kto.yaml": ["dataset"],
-    "trl_dpo.txt": [],
-    "trl_kto.json": [],
+    **{f"llama_factory_{name}.yaml": ["dataset"] for name in ("lora", "qlora", "full", "pretrain")},
+    **{f"llama_factory_{name}.yaml": ["dataset"] for name in ("dpo", "kto")},
+    **{f"trl_{name}.txt": [] for name in ("full", "lora", "dpo")},
+    **{f"trl_{name}.json": [] for name in ("classes", "kto")},
     "trl_recipe.yaml": ["chat_template_path"],
 }
 KEPT = ("taken", "changed", "no effect here")
@@ -88,8 +78,7 @@ def test_every_key_is_taken_changed_or_explained(name: str, convert) -> None:
     for row in found.values():
         assert row["to"] or row["why"], row
         assert row["why"] or row["status"] == "taken", row
-    by_hand = [key for key, row in found.items() if row["status"] == "to do by hand"]
-    assert by_hand == BY_HAND[name]
+    assert [key for key, row in found.items() if row["status"] == "to do by hand"] == BY_HAND[name]
     assert report["program"].lower().startswith(name.partition("_")[0])
 
 
@@ -146,8 +135,7 @@ def test_interleaved_sets_have_weights(convert) -> None:
 
 def test_sets_of_llama_factory_are_named_with_their_limit(convert) -> None:
     report, config = convert("llama_factory_lora.yaml")
-    limited = [{"path": name, "max_samples": 2} for name in ("identity", "chats")]
-    assert sources(config) == limited
+    assert sources(config) == [{"path": name, "max_samples": 2} for name in ("identity", "chats")]
     assert "dataset_info.json" in rows(report)["dataset"]["why"]
 
 
@@ -184,12 +172,9 @@ def test_defaults_are_those_of_the_installed_trl(convert) -> None:
         assert {name: ours[section][name] for name in shared} == {n: theirs[n] for n in shared}
     of_model = defaults_of(trl.ModelConfig)
     assert ours["model"]["dtype"] == of_model["dtype"]
-    for name, key in {
-        "r": "lora_r",
-        "lora_alpha": "lora_alpha",
-        "lora_dropout": "lora_dropout",
-    }.items():
-        assert ours["adapter"][name] == of_model[key]
+    of_model["r"] = of_model["lora_r"]
+    for name in ("r", "lora_alpha", "lora_dropout"):
+        assert ours["adapter"][name] == of_model[name]
     assert report["defaults"]["training.learning_rate"] == 2e-5
 
 
@@ -218,12 +203,9 @@ def test_whole_classes_of_preferences_are_read(objective: str, convert, tmp_path
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
 def test_whole_classes_are_read(convert) -> None:
     """As to_dict() of these writes them: every field is there."""
-    classes = {
-        "SFTConfig": trl.SFTConfig(
-            output_dir="out", use_cpu=True, bf16=False, disable_tqdm=False
-        ).to_dict(),
-        "LoraConfig": peft.LoraConfig(task_type="CAUSAL_LM", r=4).to_dict(),
-    }
+    sft = trl.SFTConfig(output_dir="out", use_cpu=True, bf16=False, disable_tqdm=False)
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4)
+    classes = {"SFTConfig": sft.to_dict(), "LoraConfig": lora.to_dict()}
     for fields in classes.values():
         fields.pop("revision", None)
     text = json.dumps(classes, default=lambda value: sorted(value))
@@ -280,11 +262,7 @@ def test_the_report_is_readable(convert, capsys, tmp_path) -> None:
         ("a.txt", "trl sft now --seed 1\n", "now stands where an option"),
         ("a.py", "from trl import SFTConfig\n", "a program in Python"),
         ("a.yml", "base_model: [\n", "a.yml, line 2, column 1: not valid YAML"),
-        (
-            "a.yml",
-            "base_model: m\nbase_model: n\n",
-            """the key "base_model" is given twice (lines 1 and 2)""",
-        ),
+        ("a.yml", "base_model: m\nbase_model: n\n", '"base_model" is given twice (lines 1 and 2)'),
         ("a.json", '{"SFTConfig": {"seed": 1}, "args": {"seed": 2}}', "seed is given twice"),
         ("a.yml", "base_model: m\nspecial_tokens: x\n", "a value of another kind than axolotl"),
         ("a.txt", "trl sft --seed 1 --config no.yaml\n", "cannot read"),
@@ -339,13 +317,9 @@ def test_command_lines_mean_what_trls_own_parser_says(
     ours = {**config.data.model_dump(), **config.training.model_dump()}
     differs = {
         *("report_to", "run_name", "logging_dir", "hub_strategy", "log_level", "loss_type"),
-        *(
-            "precompute_ref_log_probs",
-            "pad_token",
-            "lr_scheduler_kwargs",
-            "train_sampling_strategy",
-        ),
-        *("bf16", "project", "pad_to_multiple_of", "eval_steps", "metric_for_best_model"),
+        *("precompute_ref_log_probs", "pad_token", "lr_scheduler_kwargs"),
+        *("train_sampling_strategy", "metric_for_best_model"),
+        *("bf16", "project", "pad_to_multiple_of", "eval_steps"),
         *("assistant_only_loss", "completion_only_loss", "greater_is_better", "eval_strategy"),
     }
     names = {field.name for field in dataclasses.fields(cls)} & ours.keys() - differs
@@ -357,9 +331,7 @@ def test_command_lines_mean_what_trls_own_parser_says(
     assert ours["bf16"] == ("--bf16 false" not in options)
 
 
-def test_a_pair_loss_is_judged_beside_all_settings(
-    convert, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pair_loss_is_judged_beside_all_settings(convert, monkeypatch) -> None:
     """Whatever order they stand in."""
 
     def check(training: Any) -> None:

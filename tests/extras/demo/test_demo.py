@@ -74,8 +74,7 @@ def test_the_adapter_learns_and_survives_a_kill(
 ) -> None:
     """The whole demonstration, with the steps of its default."""
     assert main(["demo", "--output", str(tmp_path / "demo")]) == 0
-    said = capfd.readouterr().out
-    assert "the adapters of 3 and 4 are the same, byte for byte" in said
+    assert "the adapters of 3 and 4 are the same, byte for byte" in capfd.readouterr().out
     losses = demo.read_curves(tmp_path / "demo" / "lora")["eval_loss"][1]
     assert len(losses) == 5
     assert losses[-1] < 0.9 * losses[0]

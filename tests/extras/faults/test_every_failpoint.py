@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,20 +39,12 @@ def test_a_run_passes_every_failpoint(
     wanted = [f"{process}/{point}" for process in PROCESSES for point in points]
     monkeypatch.setenv(failpoints.VARIABLE, ",".join(wanted))
     monkeypatch.setenv(ONCE_VARIABLE, str(marks))
-    raw = pool.config(
-        tmp_path / "run",
-        [3],
-        model={"name_or_path": str(llama)},
-        data={"train": str(texts), "eval": str(texts), "max_length": 32},
-        adapter=LORA,
-        training={
-            "max_steps": 4,
-            "save_strategy": "steps",
-            "save_steps": 2,
-            "eval_steps": 2,
-            "verify_architecture": False,
-        },
-    )
+    model = {"name_or_path": str(llama)}
+    data = {"train": str(texts), "eval": str(texts), "max_length": 32}
+    training: dict[str, Any] = {"max_steps": 4, "eval_steps": 2, "verify_architecture": False}
+    training |= {"save_strategy": "steps", "save_steps": 2}
+    sections = {"model": model, "data": data, "adapter": LORA, "training": training}
+    raw = pool.config(tmp_path / "run", [3], **sections)
     config, notes = with_own_worker(Config.from_dict(raw)), Notes()
     train(config, progress=notes)
     train(config, progress=Notes(), resume=2)

@@ -190,8 +190,7 @@ def test_kill_and_exit_end_the_process() -> None:
 
 def test_the_page_lists_every_failpoint_with_its_place() -> None:
     page = (ROOT / "docs" / "maintainers" / "fault_injection.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `([a-z-]+)` \| (.+) \|$", page, re.MULTILINE))
-    assert rows == POINTS
+    assert dict(re.findall(r"^\| `([a-z-]+)` \| (.+) \|$", page, re.MULTILINE)) == POINTS
 
 
 @whole

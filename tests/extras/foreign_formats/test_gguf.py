@@ -48,13 +48,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def save_adapter(base: Path, place: Path, **settings: Any) -> Path:
     """As PEFT saves it, over the model of a directory."""
     model = AutoModelForCausalLM.from_pretrained(base)
-    settings = {
-        "r": 4,
-        "target_modules": ["q_proj", "v_proj"],
-        "task_type": "CAUSAL_LM",
-        **settings,
-    }
-    get_peft_model(model, LoraConfig(**settings)).save_pretrained(place)
+    settings = {"target_modules": ["q_proj", "v_proj"], **settings}
+    get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **settings)).save_pretrained(place)
     return place
 
 
@@ -80,10 +75,8 @@ def test_an_adapter_is_converted_with_its_base(
     assert words == expected
     assert (output / "adapter.gguf").read_bytes() == b"GGUF..."
     assert (output / "Modelfile").read_text() == f"FROM {base}\nADAPTER ./adapter.gguf\n"
-    assert json.loads((output / "hetero_export.json").read_text())["files"] == [
-        "Modelfile",
-        "adapter.gguf",
-    ]
+    files = json.loads((output / "hetero_export.json").read_text())["files"]
+    assert files == ["Modelfile", "adapter.gguf"]
     assert f"ollama create NAME -f {output / 'Modelfile'}" in capsys.readouterr().out
     assert convert(adapter, llama_cpp) == 2  # not over what is there
     assert convert(adapter, llama_cpp, "--overwrite") == 0
@@ -134,12 +127,7 @@ def test_a_base_of_the_hub_is_named_or_found_in_the_cache(
     ],
 )
 def test_what_gguf_cannot_hold_is_refused_beforehand(
-    base: Path,
-    tmp_path: Path,
-    llama_cpp: Path,
-    capsys: pytest.CaptureFixture[str],
-    settings: dict[str, Any],
-    said: str | None,
+    base: Path, tmp_path: Path, llama_cpp: Path, capsys: Any, settings: Any, said: str | None
 ) -> None:
     adapter = save_adapter(base, tmp_path / "adapter", **settings)
     assert convert(adapter, llama_cpp) == (0 if said is None else 2)

@@ -61,8 +61,7 @@ def write(folder: Path, index: bytes = b"", tokens: bytes = b"", name: str = "co
 def load(folder: Path, spec: Any = "corpus", most: int | None = None, **changes: Any) -> Any:
     training = {"max_steps": 2, "per_device_train_batch_size": 1, "seed": 7}
     training |= changes.pop("training", {})
-    data = {"train": spec, "max_length": 4, **changes}
-    config = make_config(folder, data, **training)
+    config = make_config(folder, {"train": spec, "max_length": 4, **changes}, **training)
     return load_data(config, tiny_tokenizer(), vocab_size=300, most=most)
 
 
@@ -203,8 +202,7 @@ def test_islands_divide_a_step_among_them(tmp_path):
 
 
 def test_an_id_beyond_the_embeddings_is_named_when_its_row_is_taken(tmp_path):
-    tokens = struct.pack("<24i", *range(12), 300, *range(13, 24))
-    write(tmp_path, tokens=tokens)
+    write(tmp_path, tokens=struct.pack("<24i", *range(12), 300, *range(13, 24)))
     data = load(tmp_path)
     with pytest.raises(DataError, match=r"bin: document 3 has the token id 300, .* 300 embeddings"):
         [data.examples[k] for k in range(5)]

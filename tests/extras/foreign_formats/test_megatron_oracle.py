@@ -67,15 +67,10 @@ def theirs(core: Any, blend: Any, size: int | None) -> list[list[int]]:
 
 def ours(spec: Any, base: Path, steps: int, *, evaluation: bool = False, **data: Any) -> list[Any]:
     where = {"train": spec, "eval": spec} if evaluation else {"train": spec}
-    config = make_config(
-        base,
-        {**where, "max_length": LENGTH, **data},
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        seed=SEED,
-        **({"eval_strategy": "epoch"} if evaluation else {}),
-    )
+    training: dict[str, Any] = {"eval_strategy": "epoch"} if evaluation else {}
+    training |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "seed": SEED}
+    data = {**where, "max_length": LENGTH, **data}
+    config = make_config(base, data, max_steps=steps, **training)
     loaded = load_data(config, tiny_tokenizer(), vocab_size=300)
     if evaluation:
         batches = list(loaded.eval_batches())
@@ -110,16 +105,10 @@ def test_samples_are_those_of_gpt_dataset(core, tmp_path, steps):
 
 def test_both_ways_to_shuffle_a_last_epoch_are_among_these(core, tmp_path):
     write(core, tmp_path / "corpus", 60)
-    rules = set()
+    rules, data = set(), {"train": "corpus", "max_length": LENGTH}
     for steps in (5, 20, 47, 48, 55, 60, 75, 80, 95, 120):
-        config = make_config(
-            tmp_path,
-            {"train": "corpus", "max_length": LENGTH},
-            max_steps=steps,
-            per_device_train_batch_size=4,
-        )
-        samples = load_data(config, tiny_tokenizer()).examples
-        rules.add(tuple(samples.streams[0].rule))
+        config = make_config(tmp_path, data, max_steps=steps, per_device_train_batch_size=4)
+        rules.add(tuple(load_data(config, tiny_tokenizer()).examples.streams[0].rule))
     assert {separate for epochs, separate in rules if epochs > 1} == {True, False}
     assert (1, False) in rules
 
@@ -149,6 +138,5 @@ def test_the_order_of_a_long_blend_is_that_of_build_blending_indices(core):
 
 def test_evaluation_is_one_pass_as_in_a_full_validation(core, tmp_path):
     a, b = write(core, tmp_path / "a", 60, seed=1), write(core, tmp_path / "b", 90, seed=2)
-    single = ours("a", tmp_path, 1, evaluation=True)
-    assert single == theirs(core, ([a], None), None)
+    assert ours("a", tmp_path, 1, evaluation=True) == theirs(core, ([a], None), None)
     assert ours(["a", "b"], tmp_path, 1, evaluation=True) == theirs(core, ([a, b], None), None)

@@ -32,15 +32,12 @@ def corpus(tmp_path: Path) -> Path:
 def make(
     pool: Pool, llama: Path, corpus: Path, output: str, cuts: list[int], **training: Any
 ) -> Config:
-    return Config.from_dict(
-        pool.config(
-            corpus.parent / output,
-            cuts,
-            model={"name_or_path": str(llama)},
-            data={"train": str(corpus), "eval": str(corpus), "max_length": 12},
-            training={**SAVING, "max_steps": 9, "save_steps": 3, "eval_steps": 3, **training},
-        )
-    )
+    sections = {
+        "model": {"name_or_path": str(llama)},
+        "data": {"train": str(corpus), "eval": str(corpus), "max_length": 12},
+        "training": {**SAVING, "max_steps": 9, "save_steps": 3, "eval_steps": 3, **training},
+    }
+    return Config.from_dict(pool.config(corpus.parent / output, cuts, **sections))
 
 
 def test_one_stage_and_two_equal_a_torch_loop(pool, llama, corpus) -> None:

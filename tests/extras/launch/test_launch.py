@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -34,6 +35,7 @@ CLUSTER = {
     "model": {"name_or_path": "org/model"},
     "data": {"train": "train.jsonl"},
 }
+ISLAND = '{"name": "a", "lighthouse": "10.0.0.1:1"}'
 Launch = Callable[..., int]
 
 
@@ -113,7 +115,6 @@ def test_the_files_are_the_golden_ones(
 @pytest.mark.skipif(COMPOSE is None, reason="needs docker compose, of any version")
 def test_compose_accepts_its_file(launch: Launch) -> None:
     assert launch("--compose") == 0
-    assert COMPOSE is not None
     words = [*COMPOSE, "-f", "launch/compose.yaml", "config"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -148,11 +149,8 @@ def test_a_launch_that_differs_is_kept_without_force(
     assert Path("launch/ssh.sh").read_bytes() == before
     assert launch("--ssh", "--set", "training.seed=9", "--overwrite") == 0
     assert "training.seed=9" in Path("launch/ssh.sh").read_text()
-    assert sorted(path.name for path in Path().iterdir()) == [
-        "cluster.json",
-        "hetero_keys",
-        "launch",
-    ]
+    there = sorted(path.name for path in Path().iterdir())
+    assert there == ["cluster.json", "hetero_keys", "launch"]
 
 
 def test_a_directory_of_others_is_never_replaced(
@@ -173,10 +171,7 @@ def test_a_directory_of_others_is_never_replaced(
         (("--sky", "--set=model.name_or_path=/opt"), "the rented machines have no /opt"),
         (("--compose", "--set=data.train=/gone.jsonl"), "/gone.jsonl, which the configuration"),
         (("--sky",), "--resources 1=NAME:COUNT has to say which accelerator"),
-        (
-            ("--slurm", '--set=island={"name": "a", "lighthouse": "10.0.0.1:1"}'),
-            "the key of an island",
-        ),
+        (("--slurm", f"--set=island={ISLAND}"), "the key of an island"),
         (("--sky", "--set=coordinator.ip=127.0.0.1"), "rented machines cannot dial"),
         (("--slurm", "--run"), "--run with --ssh or --compose"),
         (("--ssh", "--host", "9=x"), "9=x is not ID=VALUE with an ID of: local, 1, 2, laptop"),
@@ -217,12 +212,7 @@ def test_compose_mounts_what_the_configuration_names(launch: Launch, tmp_path: P
     ],
 )
 def test_ssh_that_fails_or_hangs_ends_with_the_launch(
-    launch: Launch,
-    script: str,
-    code: int,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    launch: Launch, script: str, code: int, said: str, monkeypatch: Any, capsys: Any
 ) -> None:
     ssh = Path("bin/ssh")
     ssh.parent.mkdir()

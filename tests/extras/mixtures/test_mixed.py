@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hetero_framework.data.train_data import TrainData
 from hetero_framework.errors import ConfigError, DataError
 from tests.unit.data_helpers import make_config, tiny_tokenizer, write_jsonl
 
+MIXED = {"mixing": "interleave"}
 SIZES = {"chat": 7, "code": 23, "math": 12}
 STOPS = ("first_exhausted", "all_exhausted", "all_exhausted_without_replacement")
 
@@ -37,11 +39,8 @@ def sources(*weights: float) -> list[dict[str, Any]]:
 
 def texts(data: TrainData, examples: Any = None) -> list[str]:
     examples = data.examples if examples is None else examples
-    tokenizer = tiny_tokenizer()
-    found = (
-        tokenizer.decode(examples[k][0], skip_special_tokens=True) for k in range(len(examples))
-    )
-    return [text.strip() for text in found]
+    decode = partial(tiny_tokenizer().decode, skip_special_tokens=True)
+    return [decode(examples[k][0]).strip() for k in range(len(examples))]
 
 
 def theirs() -> list[datasets.Dataset]:
@@ -70,13 +69,8 @@ def test_examples_are_held_out_as_by_train_test_split(tmp_path: Path, size: floa
 
 
 def test_no_example_is_both_trained_and_held_out(tmp_path: Path) -> None:
-    section = {
-        "train": sources(),
-        "mixing": "interleave",
-        "stopping_strategy": "all_exhausted",
-        "val_set_size": 9,
-    }
-    data = loaded(tmp_path, section)
+    section = {"train": sources(), "mixing": "interleave", "stopping_strategy": "all_exhausted"}
+    data = loaded(tmp_path, {**section, "val_set_size": 9})
     held_out = texts(data, data.eval_sets[""])
     assert len(held_out) == 9
     assert not set(held_out) & set(texts(data))
@@ -86,16 +80,13 @@ def test_no_example_is_both_trained_and_held_out(tmp_path: Path) -> None:
 def test_a_source_has_settings_of_its_own(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "qa.jsonl", [{"q": f"Q{k}", "a": f" A{k}"} for k in range(5)])
     named = {"prompt": "q", "completion": "a"}
-    section = {
-        "train": [
-            {"path": "qa.jsonl", "columns": named, "max_samples": 2},
-            {"path": "chat.jsonl", "split": "train[1:3]", "name": "talk"},
-            "code.jsonl",
-        ]
-    }
-    data = loaded(tmp_path, section)
-    expected = ["Q0 A0", "Q1 A1", "chat number 1", "chat number 2"]
-    assert texts(data)[:4] == expected
+    train = [
+        {"path": "qa.jsonl", "columns": named, "max_samples": 2},
+        {"path": "chat.jsonl", "split": "train[1:3]", "name": "talk"},
+        "code.jsonl",
+    ]
+    data = loaded(tmp_path, {"train": train})
+    assert texts(data)[:4] == ["Q0 A0", "Q1 A1", "chat number 1", "chat number 2"]
     (line,) = [line for line in data.report if "concatenated" in line]
     assert line == (
         "train: 27 examples, concatenated: qa 7.4% (2 of 2), talk 7.4% (2 of 2),"
@@ -159,13 +150,9 @@ def test_a_tokenised_source_is_found_again(tmp_path: Path) -> None:
             {},
             r"data.train\[0\].wait: unknown key; known are: path,",
         ),
-        (
-            [{"path": "code.jsonl", "weight": 1}, "chat.jsonl"],
-            {"mixing": "interleave"},
-            "some sources have a weight",
-        ),
+        ([{"path": "code.jsonl", "weight": 1}, "chat.jsonl"], MIXED, "some sources have a weight"),
         ([{"path": "code.jsonl", "weight": 1}], {}, 'are for mixing "interleave"'),
-        (["code.jsonl", "chat.jsonl"], {"mixing": "interleave"}, "needs two sources"),
+        (["code.jsonl", "chat.jsonl"], MIXED, "needs two sources"),
         ("code.jsonl", {"val_set_size": 1.5}, "whole number of samples"),
         ("code.jsonl", {"val_set_size": 2, "eval": "chat.jsonl"}, "val_set_size holds out"),
         ("code.jsonl", {"val_set_size": 23}, "val_set_size is 23 of 23 examples"),
@@ -191,14 +178,9 @@ def test_a_folder_has_several_configurations(tmp_path: Path) -> None:
         f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("easy", "hard")
     )
     (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
-    section = {
-        "train": [
-            {"path": "both", "dataset_config": name, "name": name} for name in ("hard", "easy")
-        ]
-    }
-    data = loaded(tmp_path, section)
-    expected = [f"{name} number {k}" for name in ("hard", "easy") for k in range(3)]
-    assert texts(data) == expected
+    train = [{"path": "both", "dataset_config": name, "name": name} for name in ("hard", "easy")]
+    data = loaded(tmp_path, {"train": train})
+    assert texts(data) == [f"{name} number {k}" for name in ("hard", "easy") for k in range(3)]
 
 
 def test_pairs_are_mixed_too(tmp_path: Path) -> None:
@@ -230,6 +212,5 @@ def test_pairs_are_mixed_too(tmp_path: Path) -> None:
     batch = data.step_batches(0)[0]
     assert "sources" not in batch
     assert len(batch["input_ids"]) == 2 * min(8, len(data.examples))
-    assert [text.split("?")[0] + "?" for text in texts(data, data.eval_sets[""])] == whole["test"][
-        "text"
-    ][:]
+    held_out = [text.split("?")[0] + "?" for text in texts(data, data.eval_sets[""])]
+    assert held_out == whole["test"]["text"][:]

@@ -24,8 +24,7 @@ pytestmark = pytest.mark.xdist_group("pool2")
 def section(tmp_path: Path) -> dict[str, Any]:
     first = save_texts(tmp_path / "first.jsonl", 13)
     texts = save_texts(tmp_path / "all.jsonl", 21).read_text().splitlines()[13:]
-    rows = [json.loads(line) for line in texts]
-    second = write_jsonl(tmp_path / "second.jsonl", rows)
+    second = write_jsonl(tmp_path / "second.jsonl", [json.loads(line) for line in texts])
     sources = [{"path": str(first), "name": "one"}, {"path": str(second), "name": "two"}]
     return {"train": sources, "max_length": 64, "val_set_size": 4}
 
@@ -44,14 +43,12 @@ def test_are_those_of_the_model(pool, losses, llama, section, tmp_path, capsys, 
     section |= packing
     training = {"max_steps": 3, "learning_rate": 1e-4, "eval_on_start": True, "logging_steps": 1}
     ours = losses([], "one", data=section, training=training)
-    shown = capsys.readouterr().out
-    assert "loss/one" in shown
+    assert "loss/one" in capsys.readouterr().out
     sums = of_sources(tmp_path / "one")
     assert losses([3], "two", data=section, training=training) == ours
     assert losses([2, 4], "three", data=section, training=training) == ours
     assert of_sources(tmp_path / "two") == of_sources(tmp_path / "three") == sums
-    chunked = training | {"loss_chunk_tokens": 11}
-    losses([3], "chunked", data=section, training=chunked)
+    losses([3], "chunked", data=section, training=training | {"loss_chunk_tokens": 11})
     for found, expected in zip(of_sources(tmp_path / "chunked"), sums, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
 
