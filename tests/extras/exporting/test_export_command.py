@@ -30,15 +30,9 @@ def make(folder: Path, name: str, steps: int, **changes: Any) -> Config:
             "model": {"name_or_path": "model"},  # relative to the configuration
             "data": {"train": "texts.jsonl", "max_length": 32},
             "training": {
-                "output_dir": name,
-                "max_steps": steps,
-                "per_device_train_batch_size": 2,
-                "learning_rate": 1e-2,
-                "lr_scheduler_type": "constant",
-                "save_strategy": "steps",
-                "save_steps": 2,
-                "report_to": "none",
-                "visualize": False,
+                **{"output_dir": name, "max_steps": steps, "per_device_train_batch_size": 2},
+                **{"learning_rate": 1e-2, "lr_scheduler_type": "constant", "save_steps": 2},
+                **{"save_strategy": "steps", "report_to": "none", "visualize": False},
                 "verify_architecture": False,
             },
             **changes,

@@ -30,6 +30,8 @@ def test_islands_of_the_example_train_one_model(
             short = {"max_steps": 12, "gradient_accumulation_steps": 2, "warmup_steps": 2}
             own = pool.config(tmp_path / name, [3], training=short)
             plan = [own["shard_plan"][0], {**own["shard_plan"][1], "id": worker}]
+            section = {"name": name, "lighthouse": f"127.0.0.1:{served.port}"}
+            section |= {"warmup_steps": 2, "sync_steps": 4, "delay_steps": 1}
             raws[name] = {
                 **example,
                 "coordinator": own["coordinator"],
@@ -38,12 +40,7 @@ def test_islands_of_the_example_train_one_model(
                 "model": {"name_or_path": str(llama)},
                 "data": {**example["data"], "train": str(texts)},
                 "training": {**example["training"], **own["training"]},
-                "island": {
-                    **example["island"],
-                    "name": name,
-                    "lighthouse": f"127.0.0.1:{served.port}",
-                    **{"warmup_steps": 2, "sync_steps": 4, "delay_steps": 1},
-                },
+                "island": {**example["island"], **section},
             }
         train_islands(raws)
     assert_same(weights(tmp_path / "attic"), weights(tmp_path / "garage"))

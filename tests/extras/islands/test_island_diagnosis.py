@@ -13,7 +13,7 @@ from hetero_framework.commands import diagnosis
 from hetero_framework.config import Config
 from hetero_framework.extras.islands import island_diagnosis
 from tests.extras.islands.helpers import StandIn, serving
-from tests.samples import free_ports
+from tests.samples import free_ports, plan_of
 from tests.unit.commands.test_diagnosis import listening
 
 
@@ -24,14 +24,9 @@ def lighthouse() -> Iterator[int]:
 
 
 def config_at(tmp_path: Path, lighthouse: str, **coordinator: Any) -> Config:
-    return Config.from_dict(
-        {
-            "coordinator": {"ip": "127.0.0.1", "device": "cpu", **coordinator},
-            "shard_plan": [{"id": "local", "start": 0, "end": 2}],
-            "island": {"name": "attic", "lighthouse": lighthouse},
-        },
-        tmp_path,
-    )
+    raw = {"coordinator": {"ip": "127.0.0.1", "device": "cpu", **coordinator}}
+    raw |= {"island": {"name": "attic", "lighthouse": lighthouse}}
+    return Config.from_dict({**raw, "shard_plan": plan_of(("local", 2))}, tmp_path)
 
 
 def problems(tmp_path: Path, lighthouse: str, **coordinator: Any) -> list[str]:
