@@ -17,14 +17,7 @@ from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
-from hetero_framework.core.messages import (
-    Bye,
-    Connected,
-    Error,
-    Message,
-    PeerResult,
-    StepFailed,
-)
+from hetero_framework.core.messages import Bye, Connected, Error, Message, PeerResult, StepFailed
 from hetero_framework.engine.hosts import HostEvent
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.errors import NetworkError, PeerLostError, ProtocolError, ResourceError

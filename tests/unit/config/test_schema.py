@@ -581,10 +581,7 @@ def test_library_defaults_of_unsupported_settings_pass_with_a_line() -> None:
                 **{"packing": False, "hub_always_push": False, "deepspeed": None, "fsdp": ""},
                 **{"ddp_find_unused_parameters": False},
                 **{"group_by_length": False, "do_train": True, "save_safetensors": True},
-                **{
-                    "fsdp_config": {},
-                    "hub_token": None,
-                },
+                **{"fsdp_config": {}, "hub_token": None},
                 **{
                     "gradient_checkpointing_kwargs": {"use_reentrant": False},
                     "fp16_full_eval": False,

@@ -6,12 +6,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import strict_json
-from hetero_framework.config.strict_json import (
-    join_path,
-    json_type,
-    parse_object,
-    read_object,
-)
+from hetero_framework.config.strict_json import join_path, json_type, parse_object, read_object
 from hetero_framework.errors import ConfigError
 
 

@@ -177,12 +177,7 @@ def test_a_listener_without_the_dialler_s_nonce_ends_the_connection(
     ],
 )
 def test_a_peer_cannot_make_the_dialler_enter_another_socket(
-    folder: str,
-    mode: int,
-    nonce: str,
-    why: str,
-    base: Path,
-    caplog: pytest.LogCaptureFixture,
+    folder: str, mode: int, nonce: str, why: str, base: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     (base / folder).mkdir()
