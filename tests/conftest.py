@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib.metadata import version
 
 import pytest
@@ -106,3 +107,10 @@ def logged() -> Iterator[list[str]]:
     lines: list[str] = []
     with log_to("INFO", Lines(lambda level, text: lines.append(text))):
         yield lines
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What a test has entered is left when it ends, the last first."""
+    with ExitStack() as made:
+        yield made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,26 +17,17 @@ from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.cluster.loaded_pipeline import Boundaries, gradient_needs
 from hetero_framework.cluster.membership import Event, Membership, WorkerState
 from hetero_framework.config import Config
+from hetero_framework.core import messages as m
 from hetero_framework.core.devices import Device
-from hetero_framework.core.messages import (
-    Body,
-    Bye,
-    Commit,
-    LoadedStage,
-    Message,
-    Parameter,
-    Ready,
-    Setup,
-    Start,
-    Welcome,
-)
+from hetero_framework.core.messages import Body, Message
 from hetero_framework.engine.hosts import DirectLost, HostEvent, LinkLost, StagesLost, WorkerLeaving
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import Residence
 from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly, UserError
 from hetero_framework.security.access import Plaintext
+from tests.unit.cluster.conftest import star
 
-PLAN = ["local", 1, 2, "local", 1, 2, 2]
+PLAN = ["local", 1, 2]
 
 
 class Direct:
@@ -66,21 +57,21 @@ class Links:
         self.back: Callable[[Any], bool] = lambda worker: False
         self.direct = Direct()
         self.members = Membership(self.workers)
-        self.ready: dict[Any, Ready] = {}
+        self.ready: dict[Any, m.Ready] = {}
         self.small_packets: set[Any] = set()
 
     def listen(self) -> None: ...
 
     def send(self, worker: Any, message: Message) -> None:
         self.sent.append((worker, message.name))
-        if isinstance(message.body, Setup):
+        if isinstance(message.body, m.Setup):
             self.ready.pop(worker, None)
 
     def receive(self, timeout_s: float) -> HostEvent | None:
         event = self.events.pop(0) if self.events else None
         if isinstance(event, Exception):
             raise event
-        if event is not None and isinstance(event.message.body, Ready):
+        if event is not None and isinstance(event.message.body, m.Ready):
             self.ready[event.worker] = event.message.body
         return event
 
@@ -101,22 +92,14 @@ class Links:
         self.sent.append(("all", goodbye.name))
 
 
-def config(links: str = "auto", **training: Any) -> Config:
-    return Config.from_dict(
-        {
-            "coordinator": {"ip": "127.0.0.1", "port": 1, "device": "cpu"},
-            "workers": [{"id": i, "ip": f"192.0.2.{i}", "port": 9999} for i in (1, 2)],
-            "shard_plan": [{"id": owner, "start": k, "end": k + 1} for k, owner in enumerate(PLAN)],
-            "links": links,
-            "training": training,
-        }
-    )
+def config(links: str = "auto", plan: Sequence[Any] = PLAN, **training: Any) -> Config:
+    workers = [{"id": i, "ip": f"192.0.2.{i}", "port": 9999} for i in (1, 2)]
+    return star(workers, plan, links=links, training=training)
 
 
 def ready(worker: int) -> HostEvent:
-    own = [k for k, owner in enumerate(PLAN) if owner == worker]
-    stages = tuple(LoadedStage(k, (Parameter(f"layer {k}", (k,)),), {}) for k in own)
-    return HostEvent(worker, None, Message(Ready(stages)))
+    stage = m.LoadedStage(worker, (m.Parameter(f"layer {worker}", (worker,)),), {})
+    return HostEvent(worker, None, Message(m.Ready((stage,))))
 
 
 @pytest.fixture
@@ -124,11 +107,8 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Links:
     made = Links()
     monkeypatch.setattr(cluster_module, "WorkerLinks", lambda *args, **options: made)
     monkeypatch.setattr(loaded_pipeline, "Pipeline", lambda *args, **options: FakePipeline())
-    monkeypatch.setattr(
-        loaded_pipeline,
-        "StageHost",
-        lambda *args, **more: SimpleNamespace(data={}, expectation=SimpleNamespace()),
-    )
+    host = SimpleNamespace(data={}, expectation=SimpleNamespace())
+    monkeypatch.setattr(loaded_pipeline, "StageHost", lambda *args, **more: host)
     return made
 
 
@@ -165,17 +145,17 @@ class LocalStage:
         return []
 
 
-def cluster(**training: Any) -> Cluster:
+def cluster(**changes: Any) -> Cluster:
     return Cluster(
-        config(**training),
+        config(**changes),
         max_frame_bytes=1 << 20,
         build=lambda *args: [LocalStage()],
         access=Plaintext(everywhere=True),
     )
 
 
-def started(links: Links, **training: Any) -> Cluster:
-    made = cluster(**training)
+def started(links: Links, **changes: Any) -> Cluster:
+    made = cluster(**changes)
     for worker in links.workers:
         made.members.on(worker, Event.DIAL)
     return made
@@ -186,16 +166,24 @@ def names(links: Links, *kinds: type[Body]) -> list[tuple[Any, str]]:
 
 
 @pytest.fixture
-def one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.unit.cluster.test_cluster.PLAN", ["local", 1, 2])
+def assembled(links: Links) -> Cluster:
+    """A run whose workers are ready."""
+    made = started(links)
+    links.events = [ready(1), ready(2)]
+    made.assemble(config())
+    return made
 
 
-@pytest.mark.usefixtures("one_plan")
+def events(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [record.event for record in caplog.records if hasattr(record, "event")]
+
+
 def test_workers_are_set_up_and_started_once_all_are_ready(links: Links) -> None:
     cluster = started(links)
     links.events = [ready(2), ready(1)]
     made = cluster.assemble(config())
-    assert names(links, Setup, Start) == [(1, "SETUP"), (2, "SETUP"), (1, "START"), (2, "START")]
+    sent = [(1, "SETUP"), (2, "SETUP"), (1, "START"), (2, "START")]
+    assert names(links, m.Setup, m.Start) == sent
     assert made.trainable == [[], [("layer 1", (1,))], [("layer 2", (2,))]]
     assert cluster.loaded is made
 
@@ -207,7 +195,7 @@ def test_f20_another_torch_version_is_reported(
     here = torch.__version__.split("+")[0]
     builds = {1: f"{here}+cu126", 2: "0.4.0"}
     links.connect_all = lambda workers: {  # type: ignore[method-assign]
-        worker: Welcome(build, "cpu", "cpu", 1, 1) for worker, build in builds.items()
+        worker: m.Welcome(build, "cpu", "cpu", 1, 1) for worker, build in builds.items()
     }
     cluster().start()
     (line,) = [line for line in logged if "equal to the last bit only" in line]
@@ -230,16 +218,14 @@ def test_the_thread_that_starts_it_makes_its_device_the_current_one(
     assert used == [threading.current_thread()]
 
 
-@pytest.mark.usefixtures("one_plan")
 def test_a_short_loss_of_a_link_during_loading_is_recovered(links: Links) -> None:
     cluster = started(links)
     links.events = [ready(1), LinkLost(1, "reset"), ready(2), ready(1)]
     cluster.assemble(config())
-    assert names(links, Setup) == [(1, "SETUP"), (2, "SETUP"), (1, "SETUP")]
-    assert names(links, Start) == [(1, "START"), (2, "START")]
+    assert names(links, m.Setup) == [(1, "SETUP"), (2, "SETUP"), (1, "SETUP")]
+    assert names(links, m.Start) == [(1, "START"), (2, "START")]
 
 
-@pytest.mark.usefixtures("one_plan")
 def test_worker_that_loads_for_too_long_is_named(
     links: Links, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +237,6 @@ def test_worker_that_loads_for_too_long_is_named(
         cluster.assemble(config(load_timeout_s=900))
 
 
-@pytest.mark.usefixtures("one_plan")
 def test_files_that_cannot_be_read_in_time_end_the_wait(
     links: Links, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,70 +251,58 @@ def test_files_that_cannot_be_read_in_time_end_the_wait(
         go.set()
 
 
-@pytest.mark.usefixtures("one_plan")
-def test_worker_that_comes_back_is_told_of_the_commit_again(links: Links) -> None:
-    cluster = started(links)
-    links.events = [ready(1), ready(2)]
-    cluster.assemble(config())
+def test_worker_that_comes_back_is_told_of_the_commit_again(
+    assembled: Cluster, links: Links
+) -> None:
     links.back = lambda worker: True
-    cluster.recovery.recover(LinkLost(1, "reset"))
-    assert cluster.pipeline.repeated == [1]  # type: ignore[attr-defined]
-    assert cluster.members.state(1) is WorkerState.READY
-    assert Commit.spec.name not in dict(links.sent).values()
+    assembled.recovery.recover(LinkLost(1, "reset"))
+    assert assembled.pipeline.repeated == [1]  # type: ignore[attr-defined]
+    assert assembled.members.state(1) is WorkerState.READY
+    assert m.Commit.spec.name not in dict(links.sent).values()
 
 
-@pytest.mark.usefixtures("one_plan")
-def test_a_worker_without_its_stages_makes_the_run_go_back(links: Links) -> None:
-    cluster = started(links)
-    links.events = [ready(1), ready(2)]
-    cluster.assemble(config())
+def test_a_worker_without_its_stages_makes_the_run_go_back(
+    assembled: Cluster, links: Links
+) -> None:
     with pytest.raises(StagesLost) as raised:
-        cluster.recovery.recover(LinkLost(1, "reset"))
+        assembled.recovery.recover(LinkLost(1, "reset"))
     assert raised.value.worker == 1
     links.sent.clear()
     links.events = [ready(1)]
-    cluster.recovery._rejoin()
+    assembled.recovery._rejoin()
     assert links.sent == [(1, "SETUP"), (1, "START")]
-    assert cluster.pipeline.asked == [("forget commits", None), ("renew", 1)]  # type: ignore[attr-defined]
-    assert cluster.members.those(WorkerState.READY) == [1, 2]
+    assert assembled.pipeline.asked == [("forget commits", None), ("renew", 1)]  # type: ignore[attr-defined]
+    assert assembled.members.those(WorkerState.READY) == [1, 2]
 
 
-@pytest.mark.usefixtures("one_plan")
 def test_link_between_workers_that_breaks_while_one_loads_is_relayed_for(
-    links: Links, logged: list[str]
+    assembled: Cluster, links: Links, logged: list[str]
 ) -> None:
     """The other end of a dead process's link may notice late."""
-    cluster = started(links)
-    links.events = [ready(1), ready(2)]
-    cluster.assemble(config())
     links.direct.open = {frozenset((1, 2))}
     with pytest.raises(StagesLost):
-        cluster.recovery.recover(LinkLost(1, "reset"))
+        assembled.recovery.recover(LinkLost(1, "reset"))
     assert links.direct.open == set()
     links.direct.open = {frozenset((1, 2))}
     links.events = [DirectLost(2, 1, "silent"), ready(1)]
-    cluster.recovery._rejoin()
+    assembled.recovery._rejoin()
     assert links.direct.open == set()
-    assert cluster.members.those(WorkerState.READY) == [1, 2]
+    assert assembled.members.those(WorkerState.READY) == [1, 2]
     assert any("lost the link between workers 1 and 2 (silent)" in line for line in logged)
 
 
-@pytest.mark.usefixtures("one_plan")
 @pytest.mark.parametrize("lost", [LinkLost(1, "reset"), DirectLost(1, 2, "reset")], ids=type)
 def test_a_link_lost_during_the_liveness_question_ends_no_worker(
-    lost: Exception, links: Links, monkeypatch: pytest.MonkeyPatch
+    lost: Exception, assembled: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = started(links)
-    links.events = [ready(1), ready(2)]
-    cluster.assemble(config())
     killer = Killer()
-    monkeypatch.setattr(cluster.recovery, "_local", killer)
+    monkeypatch.setattr(assembled.recovery, "_local", killer)
 
     def answering(questions: Any, timeout_s: float) -> set[Any]:
         raise lost
 
-    monkeypatch.setattr(cluster.pipeline, "answering", answering)
-    cluster.recovery._end_hanging("nothing has moved")
+    monkeypatch.setattr(assembled.pipeline, "answering", answering)
+    assembled.recovery._end_hanging("nothing has moved")
     assert killer.killed == []
 
 
@@ -344,74 +317,56 @@ class Killer:
         return bool(worker == 1)
 
 
-@pytest.mark.usefixtures("one_plan")
 @pytest.mark.parametrize("hanging", [{1}, {2}, {1, 2}])
 def test_hanging_workers_are_killed_here_and_told_to_quit_elsewhere(
-    hanging: set[int], links: Links, monkeypatch: pytest.MonkeyPatch
+    hanging: set[int], assembled: Cluster, links: Links, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = started(links)
-    links.events = [ready(1), ready(2)]
-    cluster.assemble(config())
     killer = Killer()
-    monkeypatch.setattr(cluster.recovery, "_local", killer)
-    cluster.pipeline.alive = {1, 2} - hanging  # type: ignore[attr-defined]
+    monkeypatch.setattr(assembled.recovery, "_local", killer)
+    assembled.pipeline.alive = {1, 2} - hanging  # type: ignore[attr-defined]
     links.sent.clear()
-    cluster.recovery._end_hanging("nothing has moved")
+    assembled.recovery._end_hanging("nothing has moved")
     assert killer.killed == sorted(hanging)
     assert links.sent == [(2, "QUIT")] * (2 in hanging)
 
 
-@pytest.mark.usefixtures("one_plan")
-def test_step_that_stands_still_though_all_workers_answer_ends_the_run(links: Links) -> None:
-    cluster = started(links)
-    links.events = [ready(1), ready(2)]
-    cluster.assemble(config())
+def test_step_that_stands_still_though_all_workers_answer_ends_the_run(assembled: Cluster) -> None:
     with pytest.raises(PeerLostError, match="nothing has moved; every worker answers"):
-        cluster.recovery._end_hanging("nothing has moved")
+        assembled.recovery._end_hanging("nothing has moved")
 
 
 def test_workers_hear_how_a_run_was_stopped_and_not_how_to_resume_it() -> None:
-    stopped = StoppedEarly("stopped by SIGTERM after step 3", hint="continue with --resume latest")
-    assert cluster_module._goodbye(stopped) == Bye("the run ended: stopped by SIGTERM after step 3")
+    why = "stopped by SIGTERM after step 3"
+    stopped = StoppedEarly(why, hint="continue with --resume latest")
+    assert cluster_module._goodbye(stopped) == m.Bye(f"the run ended: {why}")
 
 
 def test_the_link_of_a_pair_is_reported_once(
-    links: Links, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("tests.unit.cluster.test_cluster.PLAN", ["local", 1, 2, 1, 2])
-    links.direct.open = {frozenset((1, 2))}
-    with caplog.at_level(logging.INFO, "hetero_framework"):
-        started(links)._connect_workers()
-    found = [record.event for record in caplog.records if hasattr(record, "event")]
-    assert [event["workers"] for event in found] == ["1, 2"]
-
-
-@pytest.mark.usefixtures("one_plan")
-def test_worker_that_leaves_is_an_event_of_the_run(
     links: Links, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cluster = started(links)
-    links.events = [ready(1), ready(2)]
-    cluster.assemble(config())
+    links.direct.open = {frozenset((1, 2))}
+    with caplog.at_level(logging.INFO, "hetero_framework"):
+        started(links, plan=["local", 1, 2, 1, 2])._connect_workers()
+    assert [event["workers"] for event in events(caplog)] == ["1, 2"]
+
+
+def test_worker_that_leaves_is_an_event_of_the_run(
+    assembled: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
 
     def action() -> None:
         raise WorkerLeaving(2, "it was stopped on its own machine (SIGTERM)")
 
     with caplog.at_level(logging.INFO, "hetero_framework"), pytest.raises(WorkerLeaving):
-        cluster.retrying(action)
-    found = [record.event for record in caplog.records if hasattr(record, "event")]
-    left = next(event for event in found if event["what"] == "worker left")
+        assembled.retrying(action)
+    left = next(event for event in events(caplog) if event["what"] == "worker left")
     assert left["worker"] == 2
     assert "SIGTERM" in left["reason"]
 
 
-@pytest.mark.usefixtures("one_plan")
 def test_step_whose_memory_ran_out_is_done_again_once(
-    links: Links, caplog: pytest.LogCaptureFixture
+    assembled: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cluster = started(links)
-    links.events = [ready(1), ready(2)]
-    cluster.assemble(config())
     fates: list[StepOutOfMemory | None] = []
 
     def action() -> str:
@@ -424,18 +379,17 @@ def test_step_whose_memory_ran_out_is_done_again_once(
 
     fates[:] = [lack(1), lack(1), None]  # two processes said so of one attempt
     with caplog.at_level(logging.INFO, "hetero_framework"):
-        assert cluster.retrying(action) == "done"
-    found = [record.event for record in caplog.records if hasattr(record, "event")]
-    told = [e for e in found if e["what"] == "memory ran out"]
+        assert assembled.retrying(action) == "done"
+    told = [e for e in events(caplog) if e["what"] == "memory ran out"]
     assert {(e["worker"], e["action"]) for e in told} == {(2, "step repeated")}
     fates[:] = [lack(2), lack(3), None]
     with pytest.raises(StepOutOfMemory):
-        cluster.retrying(action)
+        assembled.retrying(action)
     assert fates == [None]
 
 
 def test_boundaries_know_where_a_direct_link_is_possible() -> None:
-    boundaries = Boundaries(config())
+    boundaries = Boundaries(config(plan=["local", 1, 2, "local", 1, 2, 2]))
     between = [(a.index, b.index) for a, b in boundaries.between_workers]
     assert between == [(1, 2), (4, 5)]
     assert boundaries.direct({frozenset((1, 2))}) == {1, 4}

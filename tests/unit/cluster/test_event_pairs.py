@@ -1,6 +1,4 @@
-"""Every event of one worker, in every state of it and of another one, is handled. Table, `Cluster`
-and the loop of `Coordinator` are the real ones; links and stages only note the requests to them.
-`tests/faults/event_sweep.py` does the same with processes.
+"""Every event of one worker, in every state of it and of another one, is handled.
 
 Table, `Cluster` and the loop of `Coordinator` are the real ones; links and stages only note what is
 asked of them. `tests/faults/event_sweep.py` does the same with processes.
@@ -26,7 +24,7 @@ from hetero_framework.security.access import Plaintext
 from hetero_framework.trainer.coordinator import Coordinator
 from hetero_framework.trainer.plans import Plans
 from hetero_framework.trainer.train_state import TrainState
-from tests.unit.cluster.test_cluster import Direct, FakePipeline, LocalStage
+from tests.unit.cluster.test_cluster import Direct, FakePipeline, LocalStage, config
 
 EVENTS = {
     "leaves": WorkerLeaving(1, "it was stopped on its own machine (SIGTERM)"),
@@ -113,19 +111,10 @@ class World:
     def route(self, stages: Any, expectation: Any) -> None: ...
 
 
-FRESH = (
-    WorkerState.ABSENT,
-    WorkerState.JOINING,
-    WorkerState.LOADING,
-    WorkerState.SPARE,
-    WorkerState.LEFT,
-)
+FRESH = (*WITHOUT_LAYERS, WorkerState.JOINING, WorkerState.LOADING)
 LINKED = (
-    WorkerState.JOINING,
-    WorkerState.LOADING,
-    WorkerState.READY,
-    WorkerState.SPARE,
-    WorkerState.LEAVING,
+    *(WorkerState.JOINING, WorkerState.LOADING, WorkerState.READY),
+    *(WorkerState.SPARE, WorkerState.LEAVING),
 )
 
 
@@ -187,19 +176,6 @@ class Run(Coordinator):
         return "finished"
 
 
-def config(states: dict[Any, WorkerState]) -> Config:
-    owners = ["local", *planned(states)]
-    return Config.from_dict(
-        {
-            "coordinator": {"ip": "127.0.0.1", "port": 1, "device": "cpu"},
-            "workers": [{"id": i, "ip": f"192.0.2.{i}", "port": 9999} for i in (1, 2)],
-            "shard_plan": [
-                {"id": owner, "start": k, "end": k + 1} for k, owner in enumerate(owners)
-            ],
-        }
-    )
-
-
 @pytest.fixture
 def stubbed(monkeypatch: pytest.MonkeyPatch) -> list[World]:
     """The world that the next cluster's links lead to."""
@@ -216,7 +192,7 @@ def begun(worlds: list[World], states: dict[Any, WorkerState], event: str, after
     calm = dict.fromkeys((1, 2), WorkerState.JOINING)
     calm.update({w: WorkerState.SPARE for w, state in states.items() if state in WITHOUT_LAYERS})
     worlds.append(World(event, 10**6, calm))
-    made = config(states)
+    made = config(plan=["local", *planned(states)])
     cluster = Cluster(
         made,
         max_frame_bytes=1 << 20,

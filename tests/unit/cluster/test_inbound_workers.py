@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import queue
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import pytest
 
 from hetero_framework.cluster.worker_links import WorkerLinks
-from hetero_framework.config import Config
 from hetero_framework.core import addresses
 from hetero_framework.core import messages as m
 from hetero_framework.core.dial import connect
@@ -22,8 +22,10 @@ from hetero_framework.core.threads import in_background
 from hetero_framework.errors import HeteroError, NetworkError
 from tests.framed import framed
 from tests.samples import free_ports
+from tests.unit.cluster.conftest import star
 from tests.waiting import WAIT_S
 
+B = TypeVar("B", bound=Body)
 WELCOME = m.Welcome("2.13.0", "cpu", "CPU", 8, 7)
 
 
@@ -40,7 +42,7 @@ class Caller:
     def send(self, body: Body) -> None:
         self.link.send(Message(body))
 
-    def hears(self, kind: type[Body]) -> Body:
+    def hears(self, kind: type[B]) -> B:
         message = self.inbox.get(timeout=WAIT_S)
         assert isinstance(message, Message), message
         return message.expect(kind)
@@ -53,22 +55,14 @@ class Caller:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as made:
-        yield made
-
-
-@pytest.fixture
 def links(stack: ExitStack) -> WorkerLinks:
     """Of workers 1 and 2, which dial, and of which the plan has 1."""
     away = {"hostname": "laptop", "device": "cpu"}
-    config = Config.from_dict(
-        {
-            "coordinator": {"ip": "127.0.0.1", "port": free_ports(1)[0]},
-            "workers": [{**away, "id": 1}, {**away, "id": 2}],
-            "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
-            "training": {"connect_timeout_s": WAIT_S},
-        }
+    config = star(
+        [{**away, "id": 1}, {**away, "id": 2}],
+        ["local", 1],
+        coordinator={"ip": "127.0.0.1", "port": free_ports(1)[0]},
+        training={"connect_timeout_s": WAIT_S},
     )
     made = WorkerLinks(config, "run", 1 << 20)
     made.listen()
@@ -90,7 +84,6 @@ def served(links: WorkerLinks, caller: Caller) -> m.Welcome:
     """Have the run take its worker 1, which answers."""
     found: Future[dict] = in_background(links.connect_all, "connect")
     hello = caller.hears(m.Hello)
-    assert isinstance(hello, m.Hello)
     assert (hello.run_id, hello.worker_id) == ("run", 1)
     caller.send(WELCOME)
     return found.result(WAIT_S)[1]
@@ -110,7 +103,6 @@ def test_only_the_process_that_has_the_link_may_call_again(
     served(links, first)
     second = call(m.Call(1, "another"))
     refused = second.hears(m.Reject)
-    assert isinstance(refused, m.Reject)
     assert refused.code == "busy"
     assert "worker 1 is connected from 127.0.0.1" in refused.message
     again = call(m.Call(1, "p"))
@@ -121,18 +113,13 @@ def test_only_the_process_that_has_the_link_may_call_again(
     assert found.result(WAIT_S) is True
 
 
-def test_an_unexpected_worker_is_refused_with_the_expected_ids(
-    call: Callable[[Body], Caller],
-) -> None:
+def test_an_unexpected_worker_is_refused_with_the_expected_ids(call: Any) -> None:
     refused = call(m.Call(7, "p")).hears(m.Reject)
-    assert isinstance(refused, m.Reject)
     assert refused.message == "no worker 7 is expected to dial (these are: 1, 2)"
 
 
 def test_worker_of_another_version_is_told_so(call: Callable[[Body], Caller]) -> None:
-    refused = call(m.Call(1, "p", protocol=2)).hears(m.Reject)
-    assert isinstance(refused, m.Reject)
-    assert refused.code == "protocol"
+    assert call(m.Call(1, "p", protocol=2)).hears(m.Reject).code == "protocol"
 
 
 @pytest.mark.parametrize(
@@ -156,14 +143,10 @@ def test_second_call_on_one_connection_is_out_of_order(
 ) -> None:
     caller = call(m.Call(1, "p"))
     caller.send(m.Call(1, "p"))
-    told = caller.hears(m.Error)
-    assert isinstance(told, m.Error)
-    assert "CALL out of order" in told.message
+    assert "CALL out of order" in caller.hears(m.Error).message
 
 
-def test_run_says_where_a_worker_should_have_called(
-    links: WorkerLinks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_says_where_a_worker_should_have_called(links: WorkerLinks) -> None:
     where = f"127.0.0.1:{links._config.coordinator.port}"
     with pytest.raises(NetworkError, match=f"worker 1 has not dialled {where} in 0"):
         links._open(links._workers[1], 0.05)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +18,16 @@ from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import Config
 from hetero_framework.core.dial import Listener
 from hetero_framework.errors import ResourceError, UserError
-from tests.samples import free_ports
+from tests.unit.cluster.conftest import parent, stand_in
 from tests.waiting import is_running, wait_until
 
-ROOT = Path(__file__).resolve().parents[3]
-
-# A worker in miniature: it takes the options of the real one and needs no torch.
 STAND_IN = """
-import argparse, os, subprocess, sys, time
-from hetero_framework.cluster.child import watch_parent
-parser = argparse.ArgumentParser()
-parser.add_argument("behaviour")
-parser.add_argument("--supervised", action="store_true")
-parser.add_argument("--keep", action="store_true")
-parser.add_argument("--debug", action="store_true")
-parser.add_argument("--config")
-parser.add_argument("--base-dir")
-parser.add_argument("--worker-id")
-options = parser.parse_args()
-if options.behaviour == "stubborn":
-    watch_parent(lambda: None)
-else:
-    watch_parent()
+watch_parent((lambda: None) if behaviour == "stubborn" else None)
 threads = os.environ["OMP_NUM_THREADS"]
 print(f"hello from {options.worker_id} with {threads} threads", flush=True)
-if options.behaviour == "done":
-    sys.exit(0)
-if options.behaviour.isdigit():
-    sys.exit(int(options.behaviour))
-if options.behaviour == "outlived":
-    code = "import time; time.sleep(60)"  # it is killed
-    print("left", subprocess.Popen([sys.executable, "-c", code]).pid, flush=True)
-    sys.exit(0)
-if options.behaviour == "fail" and options.worker_id == "2":
+if behaviour.isdigit():
+    sys.exit(int(behaviour))
+if behaviour == "fail" and options.worker_id == "2":
     print("the reason", flush=True)
     sys.exit(6)
 print(os.path.exists(options.config), options.base_dir, flush=True)
@@ -57,27 +35,23 @@ time.sleep(60)  # it is killed, or ends with its parent
 """
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Callable[[str], list[str]]:
-    script = tmp_path / "stand_in.py"
-    script.write_text(STAND_IN, encoding="utf-8")
-    return lambda behaviour: [sys.executable, str(script), behaviour]
+def local(config: Config, ids: tuple[int, ...], behaviour: str) -> LocalWorkers:
+    return LocalWorkers(config, ids, program=stand_in(STAND_IN, behaviour))
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
-    workers = [
-        {"id": i, "ip": "127.0.0.1", "port": free_ports(1)[0], "num_threads": i} for i in (1, 2)
-    ]
-    return Config.from_dict(
-        {
-            "coordinator": {"ip": "127.0.0.1"},
-            "workers": workers,
-            "shard_plan": [{"id": i or "local", "start": i, "end": i + 1} for i in range(3)],
-            "training": {"output_dir": "out"},
-        },
-        tmp_path,
-    )
+def started(config: Config, stack: ExitStack) -> Callable[..., LocalWorkers]:
+    def start(behaviour: str, *ids: int) -> LocalWorkers:
+        workers = stack.enter_context(local(config, ids or (1,), behaviour))
+        workers.start()
+        return workers
+
+    return start
+
+
+def ended(workers: LocalWorkers, worker: int = 1) -> LocalWorkers:
+    wait_until(lambda: workers.exit_text(worker) is not None)
+    return workers
 
 
 def pids(workers: LocalWorkers) -> dict[int | str, int]:
@@ -91,11 +65,10 @@ def says_hello(log: Path) -> bool:
 
 
 def test_workers_start_with_their_threads_and_stop(
-    config: Config, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    workers = LocalWorkers(config, (1, 2), program=program("wait"))
-    with workers:
+    with local(config, (1, 2), "wait") as workers:
         workers.start()
         first = pids(workers)
         assert set(first) == {1, 2}
@@ -114,13 +87,12 @@ def test_workers_start_with_their_threads_and_stop(
     assert [note.split(":")[0] for note in logged] == ["worker 1", "worker 2"]
 
 
-def test_a_worker_that_does_not_answer_is_killed(config: Config, program: Any) -> None:
-    with LocalWorkers(config, (1,), program=program("stubborn")) as workers:
-        workers.start()
-        process = pids(workers)[1]
-        assert workers.kill(1)
-        assert not is_running(process)
-        assert not workers.kill(2)  # not started here
+def test_a_worker_that_does_not_answer_is_killed(started: Any) -> None:
+    workers = started("stubborn")
+    process = pids(workers)[1]
+    assert workers.kill(1)
+    assert not is_running(process)
+    assert not workers.kill(2)  # not started here
 
 
 SECRETS = """
@@ -163,96 +135,76 @@ def test_workers_get_the_hubs_token_for_a_model_of_the_hub_alone(
     for name in ("HF_TOKEN", "HF_OIDC_ID_TOKEN", "WANDB_API_KEY", "HF_HOME"):
         monkeypatch.setenv(name, "x")
     (tmp_path / "here").mkdir()
-    model = {"name_or_path": "org/model" if of_hub else "here"}
-    config = config.with_changes(model=model)
+    config = config.with_changes(model={"name_or_path": "org/model" if of_hub else "here"})
     code = "import os; print('has', *sorted({'HF_TOKEN', 'HF_OIDC_ID_TOKEN', 'WANDB_API_KEY',"
     code += " 'HF_HOME'} & set(os.environ)), flush=True)"
     with LocalWorkers(config, (1,), program=[sys.executable, "-c", code]) as workers:
         workers.start()
-        wait_until(lambda: workers.exit_text(1) is not None)
+        ended(workers)
     tokens = " HF_OIDC_ID_TOKEN HF_TOKEN" if of_hub else ""
     assert workers_log(config).read_text().split() == f"has HF_HOME{tokens}".split()
 
 
-def test_worker_that_ends_is_reported_with_its_last_lines_and_replaced(
-    config: Config, program: Any
-) -> None:
-    with LocalWorkers(config, (1, 2), program=program("fail")) as workers:
-        workers.start()
-        wait_until(lambda: workers.exit_text(2) is not None)
-        ended = workers._exit_of(2)
-        assert ended is not None
-        assert (ended.worker_id, ended.code) == (2, 6)
-        assert ended.last_lines[-1] == "the reason"
-        assert "worker 2 ended with exit code 6; the end of its log:\n" in str(ended)
-        first = pids(workers)[1]
-        workers.start()
-        assert pids(workers)[1] == first
-        assert 2 in pids(workers) or workers.exit_text(2)
+def test_worker_that_ends_is_reported_with_its_last_lines_and_replaced(started: Any) -> None:
+    workers = ended(started("fail", 1, 2), 2)
+    end = workers._exit_of(2)
+    assert (end.worker_id, end.code) == (2, 6)
+    assert end.last_lines[-1] == "the reason"
+    assert "worker 2 ended with exit code 6; the end of its log:\n" in str(end)
+    first = pids(workers)[1]
+    workers.start()
+    assert pids(workers)[1] == first
+    assert 2 in pids(workers) or workers.exit_text(2)
 
 
-def test_killed_worker_is_reported_with_its_signal(config: Config, program: Any) -> None:
-    with LocalWorkers(config, (1,), program=program("wait")) as workers:
-        workers.start()
-        psutil.Process(pids(workers)[1]).kill()
-        wait_until(lambda: workers.exit_text(1) is not None)
-        if os.name != "nt":
-            said = str(workers.exit_text(1))
-            assert "signal SIGKILL" in said
-            if oom_killer.out_of_memory_kills() is not None:
-                assert "the kernel reports no such kill" in said
+def test_killed_worker_is_reported_with_its_signal(started: Any) -> None:
+    workers = started("wait")
+    psutil.Process(pids(workers)[1]).kill()
+    said = str(ended(workers).exit_text(1))
+    if os.name != "nt":
+        assert "signal SIGKILL" in said
+        if oom_killer.out_of_memory_kills() is not None:
+            assert "the kernel reports no such kill" in said
 
 
-def test_worker_that_is_just_ending_is_waited_for(config: Config, program: Any) -> None:
+def test_worker_that_is_just_ending_is_waited_for(started: Any) -> None:
     """Its links break before its exit code can be read."""
-    with LocalWorkers(config, (1, 2), program=program("fail")) as workers:
-        workers.start()
-        assert "exit code 6" in (workers.exit_text(2, 30.0) or "")
-        assert workers.exit_text(1, 0.05) is None
+    workers = started("fail", 1, 2)
+    assert "exit code 6" in (workers.exit_text(2, 30.0) or "")
+    assert workers.exit_text(1, 0.05) is None
 
 
-def test_worker_that_already_listens_is_used(
-    config: Config, program: Any, logged: list[str]
-) -> None:
+def test_worker_that_already_listens_is_used(config: Config, logged: list[str]) -> None:
     listener = Listener("127.0.0.1", config.worker(1).port)
-    try:
-        workers = LocalWorkers(config, (1, 2), program=program("wait"))
-        with workers:
-            workers.start()  # early, and again when the run reaches for its workers
-            workers.start()
-            assert set(pids(workers)) == {2}
-            workers.report()
-    finally:
-        listener.close()
+    with closing(listener), local(config, (1, 2), "wait") as workers:
+        workers.start()  # early, and again when the run reaches for its workers
+        workers.start()
+        assert set(pids(workers)) == {2}
+        workers.report()
     assert [note.split(":")[0] for note in logged] == ["worker 1", "worker 2"]
     assert f"already listens at 127.0.0.1:{config.worker(1).port}; using it" in logged[0]
 
 
 @pytest.mark.parametrize("way", ["killed", "found its port in use"])
 def test_worker_whose_place_another_process_has_taken_is_not_started_again(
-    way: str, config: Config, program: Any, logged: list[str]
+    way: str, config: Config, started: Any, logged: list[str]
 ) -> None:
     """Somebody has started it by hand meanwhile; both would want one port."""
-    behaviour = "wait" if way == "killed" else str(UserError.exit_code)
-    with LocalWorkers(config, (1,), program=program(behaviour)) as workers:
-        workers.start()
-        if way == "killed":
-            psutil.Process(pids(workers)[1]).kill()
-        wait_until(lambda: workers.exit_text(1) is not None)
-        listener = Listener("127.0.0.1", config.worker(1).port)
-        try:
-            workers.revive(1, threading.Event())
-        finally:
-            listener.close()
-        assert not workers.starts(1)
-        assert logged == [f"worker 1: something listens at {config.worker(1).address}; using it"]
-        workers.revive(1, threading.Event())  # who has started it starts it again
-        assert not workers.starts(1)
+    workers = started("wait" if way == "killed" else str(UserError.exit_code))
+    if way == "killed":
+        psutil.Process(pids(workers)[1]).kill()
+    ended(workers)
+    with closing(Listener("127.0.0.1", config.worker(1).port)):
+        workers.revive(1, threading.Event())
+    assert not workers.starts(1)
+    assert logged == [f"worker 1: something listens at {config.worker(1).address}; using it"]
+    workers.revive(1, threading.Event())  # who has started it starts it again
+    assert not workers.starts(1)
 
 
-def test_worker_starts_once_that_of_another_session_is_gone(config: Config, program: Any) -> None:
+def test_worker_starts_once_that_of_another_session_is_gone(config: Config) -> None:
     listener = Listener("127.0.0.1", config.worker(1).port)
-    with LocalWorkers(config, (1,), program=program("wait")) as workers:
+    with local(config, (1,), "wait") as workers:
         workers.start_missing(1)  # before `start` there is nothing to start it with
         workers.start()
         workers.start_missing(1)
@@ -262,40 +214,32 @@ def test_worker_starts_once_that_of_another_session_is_gone(config: Config, prog
         assert workers.starts(1)
 
 
-def test_worker_that_another_one_answered_for_is_forgotten(config: Config, program: Any) -> None:
+def test_worker_that_another_one_answered_for_is_forgotten(started: Any) -> None:
     """Both were started at once, and the other one had the port first; then it died."""
-    with LocalWorkers(config, (1,), program=program(str(UserError.exit_code))) as workers:
-        workers.start()
-        wait_until(lambda: workers.exit_text(1) is not None)
-        workers.answers(1)
-        workers.revive(1, threading.Event())
-        assert not workers.starts(1)
+    workers = ended(started(str(UserError.exit_code)))
+    workers.answers(1)
+    workers.revive(1, threading.Event())
+    assert not workers.starts(1)
 
 
-def test_worker_that_had_no_port_for_a_while_is_started_again(config: Config, program: Any) -> None:
-    with LocalWorkers(config, (1,), program=program(str(UserError.exit_code))) as workers:
-        workers.start()
-        wait_until(lambda: workers.exit_text(1) is not None)
-        first = workers._children[1].process.pid
-        workers.revive(1, threading.Event())
-        assert workers._children[1].process.pid != first
+def test_worker_that_had_no_port_for_a_while_is_started_again(started: Any) -> None:
+    workers = ended(started(str(UserError.exit_code)))
+    first = workers._children[1].process.pid
+    workers.revive(1, threading.Event())
+    assert workers._children[1].process.pid != first
 
 
 @pytest.mark.parametrize(
     ("code", "told"), [(75, True), (0, False), (1, False), (2, False), (6, False)]
 )
 def test_worker_that_was_told_to_end_is_known_by_its_exit_code(
-    code: int, told: bool, config: Config, program: Any
+    code: int, told: bool, started: Any
 ) -> None:
-    with LocalWorkers(config, (1,), program=program(str(code))) as workers:
-        workers.start()
-        wait_until(lambda: workers.exit_text(1) is not None)
-        assert workers.was_told_to_end(1) is told
+    assert ended(started(str(code))).was_told_to_end(1) is told
 
 
-def test_stubborn_worker_is_killed_after_the_grace(config: Config, program: Any) -> None:
-    workers = LocalWorkers(config, (1,), program=program("stubborn"))
-    workers.start()
+def test_stubborn_worker_is_killed_after_the_grace(config: Config, started: Any) -> None:
+    workers = started("stubborn")
     pid = pids(workers)[1]
     wait_until(lambda: says_hello(workers_log(config)))
     workers.stop(grace_s=0.2)
@@ -307,44 +251,32 @@ def workers_log(config: Config) -> Path:
     return config.output_dir / "logs" / "worker-1.log"
 
 
-def test_workers_end_when_their_parent_is_killed(
-    config: Config, program: Any, tmp_path: Path
-) -> None:
-    parent_script = tmp_path / "parent.py"
-    parent_script.write_text(
-        "import json, sys, time\n"
-        "from hetero_framework.config import Config\n"
-        "from hetero_framework.cluster.local_workers import LocalWorkers\n"
-        "raw, base, program = json.loads(sys.argv[1])\n"
-        "workers = LocalWorkers(Config.from_dict(raw, base), (1, 2), program=program)\n"
-        "workers.start()\n"
-        "print(*(c.process.pid for c in workers._children.values()), flush=True)\n"
-        "time.sleep(60)  # it is killed\n",
-        encoding="utf-8",
-    )
-    import json
+PARENT = """
+import json, sys, time
+from hetero_framework.config import Config
+from hetero_framework.cluster.local_workers import LocalWorkers
+raw, base, program = json.loads(sys.argv[1])
+workers = LocalWorkers(Config.from_dict(raw, base), (1, 2), program=program)
+workers.start()
+print(*(c.process.pid for c in workers._children.values()), flush=True)
+time.sleep(60)  # it is killed
+"""
 
-    argument = json.dumps([config.to_dict(), str(tmp_path), program("wait")])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, str(parent_script), argument],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as parent:
-        assert parent.stdout is not None
-        started = [int(pid) for pid in parent.stdout.readline().split()]
+
+def test_workers_end_when_their_parent_is_killed(config: Config, tmp_path: Path) -> None:
+    with parent(PARENT, config, stand_in(STAND_IN, "wait"), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        started = [int(pid) for pid in process.stdout.readline().split()]
         assert len(started) == 2
         wait_until(lambda: says_hello(workers_log(config)))
-        parent.kill()
+        process.kill()
     wait_until(lambda: not any(is_running(pid) for pid in started))
 
 
-def test_ctrl_c_reaches_the_parent_alone(config: Config, program: Any) -> None:
-    with LocalWorkers(config, (1,), program=program("wait")) as workers:
-        workers.start()
-        if os.name != "nt":
-            assert os.getpgid(pids(workers)[1]) != os.getpgid(0)
+def test_ctrl_c_reaches_the_parent_alone(started: Any) -> None:
+    workers = started("wait")
+    if os.name != "nt":
+        assert os.getpgid(pids(workers)[1]) != os.getpgid(0)
 
 
 def test_program_that_cannot_be_started_is_a_resource_error(config: Config) -> None:

@@ -9,28 +9,20 @@ from typing import Any
 import pytest
 
 from hetero_framework.cluster.model_allowlist import TINY, check_permitted
-from hetero_framework.config import Config, WorkerConfig
+from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError
 from hetero_framework.repository import resolve_model_path
+from tests.unit.cluster.conftest import star
 
 
 def config(base: Path, model: str | None, models: list[str] | None = None, **more: Any) -> Config:
-    machine = {"ip": "127.0.0.1", "device": "cpu"}
-    plan = [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}]
+    worker = {"id": 1, "ip": "127.0.0.1", "device": "cpu", "port": 9001, "models": models}
     sections = {} if model is None else {"model": {"name_or_path": model}}
-    sections.update(more)
-    worker = {**machine, "id": 1, "port": 9001, "models": models}
-    return Config.from_dict(
-        {"coordinator": machine, "workers": [worker], "shard_plan": plan, **sections}, base
-    )
+    return star([worker], ["local", 1], base, **{**sections, **more})
 
 
-def entry(base: Path, model: str | None, models: list[str] | None) -> WorkerConfig:
-    return config(base, model, models).worker(1)
-
-
-def check(asked: Config, own: Config) -> None:
-    check_permitted(asked, own, own.worker(1))
+def check(asked: Config, own: Config) -> Config:
+    return check_permitted(asked, own, own.worker(1))
 
 
 @pytest.mark.parametrize(
@@ -143,9 +135,9 @@ def test_the_path_that_is_checked_is_the_one_that_is_opened(
         (job / link).symlink_to(tmp_path / to, target_is_directory=True)
     if opened is None and models != ["*"]:
         with pytest.raises(ConfigError):
-            check_permitted(config(job, asked), config(job, own, models), entry(job, own, models))
+            check(config(job, asked), config(job, own, models))
         return
-    found = check_permitted(config(job, asked), config(job, own, models), entry(job, own, models))
+    found = check(config(job, asked), config(job, own, models))
     assert found.model is not None
     if opened is not None:
         (tmp_path / opened / "new").touch()

@@ -15,25 +15,14 @@ import torch
 from hetero_framework import control
 from hetero_framework.cluster import peer_links
 from hetero_framework.cluster.peer_links import PeerLinks
+from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES, WireTensor
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.link import Link
-from hetero_framework.core.messages import (
-    DIALLER,
-    Backward,
-    Body,
-    Bye,
-    Control,
-    Forward,
-    Loss,
-    Message,
-    PeerAddress,
-    PeerHello,
-    PeerResult,
-)
+from hetero_framework.core.messages import Body, Message
 from hetero_framework.core.stream import Stream
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import HeteroError, NetworkError, ProtocolError
@@ -54,7 +43,7 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     wait_until(lambda: set(threading.enumerate()) <= threads, "threads ended")
 
 
-def boundary(kind: type[Body] = Forward) -> Message:
+def boundary(kind: type[Body] = m.Forward) -> Message:
     return boundary_message(kind, INFO, 2, 0, TENSOR)
 
 
@@ -62,7 +51,7 @@ class Machine:
     """A worker, as far as its peers can tell: it listens, and lets `PeerLinks` decide."""
 
     def __init__(self, me: int | str, run_id: str | None = "run") -> None:
-        self.introduced: queue.SimpleQueue[tuple[PeerResult, ...]] = queue.SimpleQueue()
+        self.introduced: queue.SimpleQueue[tuple[m.PeerResult, ...]] = queue.SimpleQueue()
         self.links = PeerLinks(me, self._start, self.introduced.put)
         self.links.run_id = run_id
         self.tensors: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -87,10 +76,10 @@ class Machine:
         self._listener.close()
         self._acceptor.join(WAIT_S)
 
-    def entry(self, me: int | str, port: int | None = None) -> PeerAddress:
-        return PeerAddress(me, "127.0.0.1", port or self.port)
+    def entry(self, me: int | str, port: int | None = None) -> m.PeerAddress:
+        return m.PeerAddress(me, "127.0.0.1", port or self.port)
 
-    def dial(self, *peers: PeerAddress, timeout_s: float = WAIT_S) -> tuple[PeerResult, ...]:
+    def dial(self, *peers: m.PeerAddress, timeout_s: float = WAIT_S) -> tuple[m.PeerResult, ...]:
         """Dial these and return the answer for the coordinator."""
         self.links.dial(peers, timeout_s, LARGEST)
         return self.introduced.get(timeout=WAIT_S)
@@ -104,7 +93,7 @@ class Machine:
             self._start(stream, "somebody", HANDSHAKE_MAX_FRAME_BYTES, None)
 
     def _start(
-        self, stream: Stream, name: str, max_frame_bytes: int, role: str | None = DIALLER
+        self, stream: Stream, name: str, max_frame_bytes: int, role: str | None = m.DIALLER
     ) -> Connection:
         made = Connection(
             stream, name, role, self._hear, self._gone, max_frame_bytes=max_frame_bytes
@@ -120,17 +109,17 @@ class Machine:
 
     def _hear(self, connection: Connection, message: Message) -> None:
         body = message.body
-        if isinstance(body, PeerHello):
+        if isinstance(body, m.PeerHello):
             self._greet(connection, body)
-        elif isinstance(body, Control):
+        elif isinstance(body, m.Control):
             self.links.answer(connection, message)
-        elif isinstance(body, Bye):
+        elif isinstance(body, m.Bye):
             self.links.lost(connection)
             connection.close(drain_s=0)
         else:
             self.tensors.put(message)
 
-    def _greet(self, connection: Connection, hello: PeerHello) -> None:
+    def _greet(self, connection: Connection, hello: m.PeerHello) -> None:
         self.greeted.set()
         if not self.answers_hello:
             return
@@ -153,21 +142,28 @@ def machine() -> Iterator[Callable[..., Machine]]:
         yield make
 
 
+Pair = tuple[Machine, Machine]
+
+
 @pytest.fixture
-def pair(machine: Callable[..., Machine]) -> tuple[Machine, Machine]:
+def pair(machine: Callable[..., Machine]) -> Pair:
     return machine(1), machine("box")
 
 
+@pytest.fixture
+def linked(pair: Pair) -> Pair:
+    link_up(*pair)
+    return pair
+
+
 def link_up(one: Machine, other: Machine, name: int | str = "box") -> None:
-    assert one.dial(other.entry(name)) == (PeerResult(name, None),)
+    assert one.dial(other.entry(name)) == (m.PeerResult(name, None),)
 
 
 # ---- meeting
 
 
-def test_a_hanging_dial_is_reported_in_time(
-    pair: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_dial_is_reported_in_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a name server that does not answer has it."""
     one, other = pair
     go = threading.Event()
@@ -185,12 +181,9 @@ def test_a_hanging_dial_is_reported_in_time(
         go.set()
 
 
-@pytest.mark.parametrize("kind", [Forward, Backward])
-def test_tensors_go_both_ways_over_the_link(
-    pair: tuple[Machine, Machine], kind: type[Body]
-) -> None:
-    one, other = pair
-    link_up(one, other)
+@pytest.mark.parametrize("kind", [m.Forward, m.Backward])
+def test_tensors_go_both_ways_over_the_link(linked: Pair, kind: type[Body]) -> None:
+    one, other = linked
     for sender, receiver, name in ((one, other, "box"), (other, one, 1)):
         written = threading.Event()
         sender.links.send(name, boundary(kind), written.set)
@@ -201,16 +194,15 @@ def test_tensors_go_both_ways_over_the_link(
         assert sender.links.bytes_sent() > TENSOR.nbytes
 
 
-def test_frames_up_to_the_agreed_size_pass(pair: tuple[Machine, Machine]) -> None:
+def test_frames_up_to_the_agreed_size_pass(linked: Pair) -> None:
     """Both sides have left the small limit of the handshake; beyond the agreed one is an error."""
-    one, other = pair
-    link_up(one, other)
+    one, other = linked
     large = torch.zeros(HANDSHAKE_MAX_FRAME_BYTES)
     for sender, receiver, name in ((one, other, "box"), (other, one, 1)):
-        message = boundary_message(Forward, INFO, 2, 0, large)
+        message = boundary_message(m.Forward, INFO, 2, 0, large)
         sender.links.send(name, message)
         assert receiver.tensors.get(timeout=WAIT_S).payload_bytes == large.nbytes
-        message = boundary_message(Forward, INFO, 2, 0, torch.zeros(LARGEST // 4))
+        message = boundary_message(m.Forward, INFO, 2, 0, torch.zeros(LARGEST // 4))
         with pytest.raises(ProtocolError, match="agreed"):
             sender.links.send(name, message)
 
@@ -243,36 +235,36 @@ def test_stranger_is_refused_and_both_sides_know_why(
     machine: Callable[..., Machine], other: tuple[Any, ...], name: str, problem: str
 ) -> None:
     one, stranger = machine(1), machine(*other)
-    assert one.dial(stranger.entry(name)) == (PeerResult(name, problem),)
+    assert one.dial(stranger.entry(name)) == (m.PeerResult(name, problem),)
     assert stranger.refusals == [problem]
     one.links.send(name, boundary())  # nobody is there; nothing happens
     assert one.links.bytes_sent() == stranger.links.bytes_sent() == 0
 
 
-def test_a_certificate_of_another_worker_is_refused(pair: tuple[Machine, Machine]) -> None:
+def test_a_certificate_of_another_worker_is_refused(pair: Pair) -> None:
     one, other = pair
     other.identity = Identity.of("home", 9)
     problem = "the certificate is that of worker 9, not worker 1"
-    assert one.dial(other.entry("box")) == (PeerResult("box", problem),)
+    assert one.dial(other.entry("box")) == (m.PeerResult("box", problem),)
     assert other.refusals == [problem]
     other.identity = Identity.of("home", 1)
-    assert one.dial(other.entry("box")) == (PeerResult("box", None),)
+    assert one.dial(other.entry("box")) == (m.PeerResult("box", None),)
 
 
 def test_number_and_text_of_an_id_are_the_same_worker(machine: Callable[..., Machine]) -> None:
     one, other = machine(1), machine(2)
-    assert one.dial(other.entry("2")) == (PeerResult("2", None),)
+    assert one.dial(other.entry("2")) == (m.PeerResult("2", None),)
 
 
-def test_other_version_is_refused(pair: tuple[Machine, Machine], monkeypatch: Any) -> None:
+def test_other_version_is_refused(pair: Pair, monkeypatch: Any) -> None:
     one, other = pair
     versions = {"protocol": 99, "package": "9"}
-    monkeypatch.setattr(PeerHello.__init__, "__kwdefaults__", versions)
+    monkeypatch.setattr(m.PeerHello.__init__, "__kwdefaults__", versions)
     [entry] = one.dial(other.entry("box"))
     assert "version 99" in entry.problem
 
 
-def test_a_peer_that_does_not_listen_is_reported(pair: tuple[Machine, Machine]) -> None:
+def test_a_peer_that_does_not_listen_is_reported(pair: Pair) -> None:
     one, other = pair
     [port] = free_ports(1)
     [entry] = one.dial(other.entry("box", port), timeout_s=0.3)
@@ -280,13 +272,14 @@ def test_a_peer_that_does_not_listen_is_reported(pair: tuple[Machine, Machine]) 
     assert "nothing listens on that port" in entry.problem
 
 
-def test_a_peer_that_does_not_answer_is_reported(pair: tuple[Machine, Machine]) -> None:
+def test_a_peer_that_does_not_answer_is_reported(pair: Pair) -> None:
     one, other = pair
     other.answers_hello = False
-    assert one.dial(other.entry("box"), timeout_s=0.3) == (PeerResult("box", "it did not answer"),)
+    (result,) = one.dial(other.entry("box"), timeout_s=0.3)
+    assert result == m.PeerResult("box", "it did not answer")
 
 
-def test_a_peer_that_hangs_up_is_reported_at_once(pair: tuple[Machine, Machine]) -> None:
+def test_a_peer_that_hangs_up_is_reported_at_once(pair: Pair) -> None:
     one, other = pair
     other.answers_hello = False
     one.links.dial((other.entry("box"),), WAIT_S, LARGEST)
@@ -298,7 +291,7 @@ def test_a_peer_that_hangs_up_is_reported_at_once(pair: tuple[Machine, Machine])
     assert time.monotonic() - began < WAIT_S / 2
 
 
-def test_a_pair_is_linked_if_either_side_reaches_the_other(pair: tuple[Machine, Machine]) -> None:
+def test_a_pair_is_linked_if_either_side_reaches_the_other(pair: Pair) -> None:
     one, other = pair
     other.stop_listening()
     [entry] = one.dial(other.entry("box"), timeout_s=0.3)
@@ -308,9 +301,8 @@ def test_a_pair_is_linked_if_either_side_reaches_the_other(pair: tuple[Machine, 
     assert other.tensors.get(timeout=WAIT_S).name == "FORWARD"
 
 
-def test_new_link_takes_the_place_of_the_old_one(pair: tuple[Machine, Machine]) -> None:
-    one, other = pair
-    link_up(one, other)
+def test_new_link_takes_the_place_of_the_old_one(linked: Pair) -> None:
+    one, other = linked
     [first] = one.open
     link_up(one, other)
     wait_until(lambda: first.closed, "the first link closed")
@@ -321,9 +313,8 @@ def test_new_link_takes_the_place_of_the_old_one(pair: tuple[Machine, Machine]) 
 # ---- while it lasts
 
 
-def test_link_that_breaks_is_reported_at_both_ends(pair: tuple[Machine, Machine]) -> None:
-    one, other = pair
-    link_up(one, other)
+def test_link_that_breaks_is_reported_at_both_ends(linked: Pair) -> None:
+    one, other = linked
     one.open[0].link._stream.stop()
     assert one.lost.get(timeout=WAIT_S) == "box"
     assert other.lost.get(timeout=WAIT_S) == 1
@@ -331,44 +322,40 @@ def test_link_that_breaks_is_reported_at_both_ends(pair: tuple[Machine, Machine]
     assert not one.links.knows(one.open[0])
 
 
-def test_sending_over_a_link_that_has_just_gone_is_no_error(pair: tuple[Machine, Machine]) -> None:
-    one, other = pair
-    link_up(one, other)
+def test_sending_over_a_link_that_has_just_gone_is_no_error(linked: Pair) -> None:
+    one, _ = linked
     one.open[0].close(drain_s=0)
     one.links.send("box", boundary())
     one.links.ping()
 
 
-def test_goodbye_ends_the_link_without_a_report(pair: tuple[Machine, Machine]) -> None:
-    one, other = pair
-    link_up(one, other)
+def test_goodbye_ends_the_link_without_a_report(linked: Pair) -> None:
+    one, other = linked
     one.links.close()
     wait_until(lambda: other.open[0].closed, "the other end closed")
     assert not other.links.knows(other.open[0])
-    for end in pair:
+    for end in linked:
         with pytest.raises(queue.Empty):
             end.lost.get(timeout=0.05)
     assert one.links.run_id is None
 
 
-def test_message_out_of_order_is_refused(pair: tuple[Machine, Machine]) -> None:
-    one, other = pair
-    link_up(one, other)
-    message = Message(Loss(INFO.step, INFO.attempt, 0, 0.5))
+def test_message_out_of_order_is_refused(linked: Pair) -> None:
+    _, other = linked
+    message = Message(m.Loss(INFO.step, INFO.attempt, 0, 0.5))
     with pytest.raises(ProtocolError, match="sent LOSS out of order: FLOWING"):
         other.open[0].accept(message)
 
 
-def test_ping_measures_the_round_trip(pair: tuple[Machine, Machine]) -> None:
-    one, other = pair
-    link_up(one, other)
+def test_ping_measures_the_round_trip(linked: Pair) -> None:
+    one, _ = linked
     assert one.links.round_trips() == {}
     one.links.ping()
     wait_until(lambda: "box" in one.links.round_trips(), "a round trip")
     assert 0 < one.links.round_trips()["box"] < WAIT_S
 
 
-def test_frames_are_watched_with_the_name_of_the_peer(pair: tuple[Machine, Machine]) -> None:
+def test_frames_are_watched_with_the_name_of_the_peer(pair: Pair) -> None:
     one, other = pair
     seen: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     for end in pair:
@@ -382,27 +369,25 @@ def test_frames_are_watched_with_the_name_of_the_peer(pair: tuple[Machine, Machi
 # ---- the end of a run
 
 
-def test_dialling_stops_when_the_run_is_over(pair: tuple[Machine, Machine]) -> None:
+def test_dialling_stops_when_the_run_is_over(pair: Pair) -> None:
     """Nobody hears of it any more: the coordinator that asked is gone."""
     one, other = pair
     other.answers_hello = False
     one.links.dial((other.entry("box"),), 60.0, LARGEST)
     assert other.greeted.wait(WAIT_S)
     one.links.close()
-    wait_until(
-        lambda: "dial peers" not in {t.name for t in threading.enumerate()}, "dialling stopped"
-    )
+    wait_until(lambda: "dial peers" not in {t.name for t in threading.enumerate()})
     assert one.introduced.empty()
     assert one.open[0].closed
 
 
 def test_welcome_that_comes_when_the_run_is_over_opens_no_link(
-    pair: tuple[Machine, Machine],
+    pair: Pair,
 ) -> None:
     one, other = pair
     greet = other.links.accept
 
-    def late(link: Connection, hello: PeerHello) -> None:
+    def late(link: Connection, hello: m.PeerHello) -> None:
         one.links.close()
         greet(link, hello)
 
@@ -431,11 +416,8 @@ def raw(count: int) -> WireTensor:
     return WireTensor("uint8", (count,), memoryview(bytes(range(count))))
 
 
-def test_peer_answers_with_data_and_bytes(
-    pair: tuple[Machine, Machine], slow: threading.Event
-) -> None:
-    one, other = pair
-    link_up(one, other)
+def test_peer_answers_with_data_and_bytes(linked: Pair, slow: threading.Event) -> None:
+    one, other = linked
     question = control.request(5, "double", 21, (raw(7),))
     answer = one.links.ask("box", question, WAIT_S)
     assert (control.result(answer), answer.body.answers) == (42, 5)
@@ -454,10 +436,9 @@ def test_question_to_one_without_a_link_is_refused(machine: Callable[..., Machin
 
 
 def test_a_silent_peer_is_reported_and_its_late_answer_dropped(
-    pair: tuple[Machine, Machine], slow: threading.Event, monkeypatch: pytest.MonkeyPatch
+    linked: Pair, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = pair
-    link_up(one, other)
+    one, other = linked
     handled: list[str] = []
     handle = control.answer
 
@@ -471,7 +452,7 @@ def test_a_silent_peer_is_reported_and_its_late_answer_dropped(
     slow.set()
     one.links.send("box", boundary())
     other.tensors.get(timeout=WAIT_S).release()  # so the late answer is on its way, or there
-    other.links.send(1, boundary(Backward))
+    other.links.send(1, boundary(m.Backward))
     one.tensors.get(timeout=WAIT_S).release()
     answer = one.links.ask("box", control.request(2, "double", 4), WAIT_S)
     assert control.result(answer) == 8
@@ -480,10 +461,9 @@ def test_a_silent_peer_is_reported_and_its_late_answer_dropped(
 
 
 def test_link_that_breaks_ends_the_question_and_is_reported(
-    pair: tuple[Machine, Machine], slow: threading.Event
+    linked: Pair, slow: threading.Event
 ) -> None:
-    one, other = pair
-    link_up(one, other)
+    one, other = linked
     cut = threading.Timer(0.1, lambda: other.open[-1].close(drain_s=0))
     cut.start()
     began = time.monotonic()
@@ -495,11 +475,8 @@ def test_link_that_breaks_ends_the_question_and_is_reported(
     cut.join()
 
 
-def test_end_of_the_run_ends_the_question(
-    pair: tuple[Machine, Machine], slow: threading.Event
-) -> None:
-    one, other = pair
-    link_up(one, other)
+def test_end_of_the_run_ends_the_question(linked: Pair, slow: threading.Event) -> None:
+    one, other = linked
     end = threading.Timer(0.1, other.links.close)
     end.start()
     with pytest.raises(NetworkError, match=r"worker box answered BYE|the link to worker box broke"):
@@ -510,7 +487,7 @@ def test_end_of_the_run_ends_the_question(
 
 @pytest.mark.parametrize("error", [OSError(22, "Invalid argument"), KeyError("x")])
 def test_dialling_that_fails_in_any_way_is_answered(
-    pair: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch, error: Exception
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     one, other = pair
 
@@ -523,7 +500,7 @@ def test_dialling_that_fails_in_any_way_is_answered(
 
 
 def test_dialling_without_a_thread_to_be_had_is_answered(
-    pair: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = pair
     real = threading.Thread.start

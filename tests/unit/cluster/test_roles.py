@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from hetero_framework.cluster.roles import (
@@ -15,6 +13,7 @@ from hetero_framework.cluster.roles import (
 )
 from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError
+from tests.unit.cluster.conftest import star
 
 
 def config_of(*machines: tuple[str | None, str], threads: int | None = None) -> Config:
@@ -24,14 +23,14 @@ def config_of(*machines: tuple[str | None, str], threads: int | None = None) -> 
         {"id": i, "hostname": n, "ip": a, "port": 29500 + i, "num_threads": threads}
         for i, (n, a) in enumerate(machines[1:], start=1)
     ]
-    plan: list[dict[str, Any]] = [{"id": "local", "start": 0, "end": 1}]
-    plan += [{"id": w["id"], "start": w["id"], "end": int(str(w["id"])) + 1} for w in workers]
-    return Config.from_dict(
-        {"coordinator": {"hostname": name, "ip": ip}, "workers": workers, "shard_plan": plan}
-    )
+    owners = ["local", *range(1, len(machines))]
+    return star(workers, owners, coordinator={"hostname": name, "ip": ip})
 
 
 THREE = config_of(("desk", "10.0.0.1"), ("box", "10.0.0.2"), ("mac", "10.0.0.3"))
+DNS = config_of((None, "desk.lan"), (None, "box.lan"))
+CLONES = config_of(("ubuntu", "10.0.0.1"), ("ubuntu", "10.0.0.2"))
+ANYWHERE = config_of((None, "127.0.0.1"), (None, "10.0.0.2"))
 LOOPBACK = config_of(("localhost", "127.0.0.1"), (None, "127.0.0.1"), (None, "localhost"))
 SEVERAL = config_of(
     ("desk", "10.0.0.1"), ("box", "10.0.0.2"), ("box", "10.0.0.2"), (None, "127.0.0.1")
@@ -57,37 +56,26 @@ def machine(*found: str) -> MachineNames:
         (SEVERAL, machine("x", "10.0.0.1"), Role(True, (3,))),
         (SEVERAL, machine("x", "10.0.0.2"), Role(False, (1, 2))),
         # The address of a DNS name is its name.
-        (config_of((None, "desk.lan"), (None, "box.lan")), machine("box"), Role(False, (1,))),
-        (config_of((None, "desk.lan"), (None, "box.lan")), machine("desk.lan"), Role(True, ())),
+        (DNS, machine("box"), Role(False, (1,))),
+        (DNS, machine("desk.lan"), Role(True, ())),
         # IPv6 in another spelling.
-        (config_of((None, "fd00:0:0::1"), (None, "fd00::2")), machine("x", "fd00::1"), None),
-        # A loopback coordinator is wherever no worker is.
         (
-            config_of((None, "127.0.0.1"), (None, "10.0.0.2")),
-            machine("x", "10.0.0.7"),
+            config_of((None, "fd00:0:0::1"), (None, "fd00::2")),
+            MachineNames.of(["x"], ["fd00::1"]),
             Role(True, ()),
         ),
-        (
-            config_of((None, "127.0.0.1"), (None, "10.0.0.2")),
-            machine("x", "10.0.0.2"),
-            Role(False, (1,)),
-        ),
+        # A loopback coordinator is wherever no worker is.
+        (ANYWHERE, machine("x", "10.0.0.7"), Role(True, ())),
+        (ANYWHERE, machine("x", "10.0.0.2"), Role(False, (1,))),
         # A loopback worker is on the coordinator's machine, whatever its host name says.
         (config_of((None, "127.0.0.1"), ("x", "127.0.0.1")), machine("x"), Role(True, (1,))),
         # Cloned machines have one host name; their addresses decide.
-        (
-            config_of(("ubuntu", "10.0.0.1"), ("ubuntu", "10.0.0.2")),
-            machine("ubuntu", "10.0.0.2"),
-            Role(False, (1,)),
-        ),
+        (CLONES, machine("ubuntu", "10.0.0.2"), Role(False, (1,))),
     ],
 )
 def test_role_follows_addresses_and_names(
-    config: Config, identity: MachineNames, expected: Role | None
+    config: Config, identity: MachineNames, expected: Role
 ) -> None:
-    if expected is None:
-        identity = MachineNames.of(["x"], ["fd00::1"])
-        expected = Role(True, ())
     assert decide_role(config, identity=identity) == expected
 
 

@@ -49,14 +49,18 @@ print(told)
 """
 
 
-def told(steps: str, release_s: float = 60.0) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, steps, str(release_s)],
+def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *words],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         timeout=100,
     )
+
+
+def told(steps: str, release_s: float = 60.0) -> tuple[int, str]:
+    done = run(PROGRAM, steps, str(release_s))
     assert not done.stderr
     return done.returncode, done.stdout.strip()
 
@@ -148,12 +152,6 @@ finally:
 def test_a_worker_that_is_struck_as_it_ends_ends_in_order(
     place: str, name: str, times: int, code: int
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ENDING, place, name, str(times)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=100,
-    )
+    done = run(ENDING, place, name, str(times))
     assert "Traceback" not in done.stderr
     assert done.returncode == code

@@ -22,26 +22,14 @@ from hetero_framework.cluster.supervisor import run_workers
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.errors import PeerLostError
-from tests.samples import free_ports
+from tests.unit.cluster.conftest import parent, stand_in
 from tests.waiting import WAIT_S, is_running, wait_until
 
-ROOT = Path(__file__).resolve().parents[3]
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 
 # It ends in order with the base directory's file "finish", and writes its process id there.
 STAND_IN = """
-import argparse, os, pathlib, subprocess, sys, threading, time
-from hetero_framework.cluster.child import watch_parent
-parser = argparse.ArgumentParser()
-parser.add_argument("behaviour")
-parser.add_argument("--supervised", action="store_true")
-parser.add_argument("--keep", action="store_true")
-parser.add_argument("--debug", action="store_true")
-parser.add_argument("--config")
-parser.add_argument("--base-dir")
-parser.add_argument("--worker-id")
-options = parser.parse_args()
-behaviour, place = options.behaviour, pathlib.Path(options.base_dir)
+place = pathlib.Path(options.base_dir)
 told = threading.Event()
 def hear(reason):
     print("told:", reason, flush=True)
@@ -101,30 +89,13 @@ class Served:
         assert not self._thread.is_alive()
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Callable[[str], list[str]]:
-    script = tmp_path / "stand_in.py"
-    script.write_text(STAND_IN, encoding="utf-8")
+def program(behaviour: str) -> list[str]:
     bug = [sys.executable, "-c", "print('AssertionError: the last line'); raise SystemExit(1)"]
-    return lambda behaviour: bug if behaviour == "bug" else [sys.executable, str(script), behaviour]
+    return bug if behaviour == "bug" else stand_in(STAND_IN, behaviour)
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
-    workers = [{"id": i, "ip": "127.0.0.1", "port": free_ports(1)[0]} for i in (1, 2)]
-    return Config.from_dict(
-        {
-            "coordinator": {"ip": "127.0.0.1"},
-            "workers": workers,
-            "shard_plan": [{"id": i or "local", "start": i, "end": i + 1} for i in range(3)],
-            "training": {"output_dir": "out"},
-        },
-        tmp_path,
-    )
-
-
-@pytest.fixture
-def serve(config: Config, program: Any) -> Iterator[Callable[..., Served]]:
+def serve(config: Config) -> Iterator[Callable[..., Served]]:
     made: list[Served] = []
 
     def start(behaviour: str, ids: tuple[int, ...] = (1,)) -> Served:
@@ -149,15 +120,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def events(config: Config) -> list[dict[str, Any]]:
-    file = config.output_dir / "logs" / "events.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = (config.output_dir / "logs" / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 # ---- lines and exit codes
 
 
 def test_lines_appear_behind_names_and_the_end_in_order_is_zero(
-    config: Config, program: Any, capfd: pytest.CaptureFixture[str]
+    config: Config, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run_workers(config, (1, 2), program=program("done")) == 0
     lines = capfd.readouterr().err.splitlines()
@@ -168,14 +139,14 @@ def test_lines_appear_behind_names_and_the_end_in_order_is_zero(
 
 
 def test_lines_of_a_single_worker_need_no_name(
-    config: Config, program: Any, capfd: pytest.CaptureFixture[str]
+    config: Config, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run_workers(config, (1,), keep=True, program=program("done")) == 0
     assert capfd.readouterr().err == "hello from 1 with keep True\n"
 
 
 def test_processes_left_behind_by_a_worker_are_not_waited_for(
-    config: Config, program: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    config: Config, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timeouts, "STOP_S", 0.1)
     before = set(threading.enumerate())
@@ -187,7 +158,7 @@ def test_processes_left_behind_by_a_worker_are_not_waited_for(
 
 
 def test_a_worker_that_fails_for_good_stops_the_others(
-    config: Config, program: Any, capfd: pytest.CaptureFixture[str]
+    config: Config, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run_workers(config, (1, 2), program=program("fail")) == 6
     said = capfd.readouterr().err
@@ -222,10 +193,9 @@ def test_the_fifth_death_in_ten_minutes_ends_it_with_the_reason(serve: Any, conf
     served.ended()
     assert isinstance(served.error, PeerLostError)
     assert served.error.exit_code == 4
-    assert "worker 1 has died 5 times in ten minutes; it ended with exit code 1" in str(
-        served.error
-    )
-    assert "AssertionError: the last line" in str(served.error)
+    said = str(served.error)
+    assert "worker 1 has died 5 times in ten minutes; it ended with exit code 1" in said
+    assert "AssertionError: the last line" in said
     assert [entry["what"] for entry in events(config)] == ["worker restarted"] * 4
 
 
@@ -241,24 +211,12 @@ sys.exit(run_workers(Config.from_dict(raw, base), (1, 2), program=program))
 
 
 @pytest.fixture
-def parent(
-    config: Config, program: Any, tmp_path: Path
-) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+def supervised(config: Config, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
     """A supervisor in a process of its own; both workers have begun."""
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT, encoding="utf-8")
     made: list[subprocess.Popen[str]] = []
 
     def start(behaviour: str) -> subprocess.Popen[str]:
-        argument = json.dumps([config.to_dict(), str(tmp_path), program(behaviour)])
-        made.append(
-            subprocess.Popen(
-                [sys.executable, str(script), argument],
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )
-        )
+        made.append(parent(PARENT, config, program(behaviour), stderr=subprocess.PIPE))
         started = [tmp_path / f"starts-{i}" for i in (1, 2)]
         wait_until(lambda: all(file.exists() and file.read_text() for file in started))
         return made[-1]
@@ -281,9 +239,9 @@ def workers_of(tmp_path: Path) -> list[int]:
     else [],
 )
 def test_a_signal_is_told_to_the_workers_and_the_code_is_75(
-    parent: Any, tmp_path: Path, number: signal.Signals, shown: str
+    supervised: Any, tmp_path: Path, number: signal.Signals, shown: str
 ) -> None:
-    process = parent("wait")
+    process = supervised("wait")
     process.send_signal(number)
     _, said = process.communicate(timeout=WAIT_S)
     assert process.returncode == 75
@@ -293,8 +251,8 @@ def test_a_signal_is_told_to_the_workers_and_the_code_is_75(
 
 
 @posix
-def test_a_second_signal_ends_all_at_once(parent: Any, tmp_path: Path) -> None:
-    process = parent("deaf")
+def test_a_second_signal_ends_all_at_once(supervised: Any, tmp_path: Path) -> None:
+    process = supervised("deaf")
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=timeouts.RELEASE_S - 5)
@@ -302,7 +260,7 @@ def test_a_second_signal_ends_all_at_once(parent: Any, tmp_path: Path) -> None:
     wait_until(lambda: not any(map(is_running, workers_of(tmp_path))))
 
 
-def test_workers_end_with_a_supervisor_that_is_killed(parent: Any, tmp_path: Path) -> None:
-    process = parent("wait")
+def test_workers_end_with_a_supervisor_that_is_killed(supervised: Any, tmp_path: Path) -> None:
+    process = supervised("wait")
     process.kill()
     wait_until(lambda: not any(map(is_running, workers_of(tmp_path))))

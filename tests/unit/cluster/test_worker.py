@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -30,35 +30,13 @@ from hetero_framework.cluster.worker import Worker
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import addresses, timeouts
+from hetero_framework.core import messages as m
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.devices import Device
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.link import Link
-from hetero_framework.core.messages import (
-    Abort,
-    Aborted,
-    BackwardDone,
-    Body,
-    Bye,
-    Control,
-    Error,
-    Forward,
-    Hello,
-    Inputs,
-    Leaving,
-    Log,
-    Loss,
-    Message,
-    PeerHello,
-    PeerWelcome,
-    Ready,
-    Reject,
-    Setup,
-    Start,
-    StepFailed,
-    Welcome,
-)
+from hetero_framework.core.messages import Body, Message
 from hetero_framework.core.session import Phase
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
@@ -75,7 +53,8 @@ from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.security import acceptor
 from tests.framed import framed
 from tests.installed import needs
-from tests.samples import free_ports, plan_of
+from tests.samples import free_ports
+from tests.unit.cluster.conftest import star
 from tests.waiting import WAIT_S, wait_until
 
 B = TypeVar("B", bound=Body)
@@ -115,13 +94,10 @@ class Served:
         run_id: str | None = None,
     ) -> None:
         (self.port,) = free_ports(1)
-        self.config = Config.from_dict(
-            {
-                "coordinator": {"ip": "127.0.0.1", "port": 1},
-                "workers": [{"id": 1, "ip": "127.0.0.1", "port": self.port, "device": "cpu"}],
-                "shard_plan": plan_of(("local", 1), (1, 2)),
-                "training": {"reconnect_timeout_s": reconnect_s},
-            }
+        self.config = star(
+            [{"id": 1, "ip": "127.0.0.1", "port": self.port, "device": "cpu"}],
+            ["local", 1],
+            training={"reconnect_timeout_s": reconnect_s},
         )
         self.said: list[str] = []
         lines = log.Lines(lambda level, text: self.said.append(text))
@@ -164,24 +140,22 @@ class Served:
         self._thread.join(WAIT_S)
         return not self._thread.is_alive()
 
+    def ended_well(self) -> bool:
+        return self.ended() and self.error is None
+
     def dial(self, run_id: str = "run", process: str = "p", *session: Any) -> Coordinator:
-        made = Coordinator(self, run_id, process, *session)
-        self._stack.callback(made.link.close, 0)
-        return made
+        return Coordinator(self, run_id, process, *session)
 
 
-class Coordinator:
-    """The other end of a worker's link, without a run behind it."""
+class Caller:
+    """The other end of a worker's link."""
 
-    epochs = itertools.count(1)
-
-    def __init__(self, served: Served, run_id: str, process: str, *session: Any) -> None:
-        self._config = served.config
+    def __init__(self, served: Served) -> None:
         self.inbox: queue.SimpleQueue[Message | HeteroError | None] = queue.SimpleQueue()
         stream = connect("127.0.0.1", served.port, WAIT_S)
         self.link = Link(stream, "worker", self.inbox.put, self.inbox.put)
         self.link.start()
-        self.send(Hello(run_id, 1, process, next(self.epochs), 1 << 20, *session))
+        served._stack.callback(self.link.close, 0)
 
     def send(self, body: Body) -> None:
         self.link.send(Message(body))
@@ -191,21 +165,32 @@ class Coordinator:
         while True:
             message = self.inbox.get(timeout=timeout_s)
             assert isinstance(message, Message), message
-            if not isinstance(message.body, Log):
+            if not isinstance(message.body, m.Log):
                 return message
 
     def expect(self, kind: type[B]) -> B:
         return self.next().expect(kind)
 
+
+class Coordinator(Caller):
+    """One without a run behind it."""
+
+    epochs = itertools.count(1)
+
+    def __init__(self, served: Served, run_id: str, process: str, *session: Any) -> None:
+        super().__init__(served)
+        self._config = served.config
+        self.send(m.Hello(run_id, 1, process, next(self.epochs), 1 << 20, *session))
+
     def set_up(self) -> Coordinator:
-        self.expect(Welcome)
+        self.expect(m.Welcome)
         return self.assign()
 
     def assign(self) -> Coordinator:
         """Layers for the worker that has welcomed this coordinator."""
-        self.send(Setup(self._config.to_dict(), (1,)))
-        self.expect(Ready)
-        self.send(Start((1,), 1 << 20))
+        self.send(m.Setup(self._config.to_dict(), (1,)))
+        self.expect(m.Ready)
+        self.send(m.Start((1,), 1 << 20))
         return self
 
     def hang_up(self) -> None:
@@ -242,10 +227,10 @@ def test_a_worker_refuses_a_model_not_in_its_file_and_stays_up(
 ) -> None:
     served = serve(keep=keep)
     stranger = served.dial("stranger")
-    stranger.expect(Welcome)
+    stranger.expect(m.Welcome)
     asked = {**served.config.to_dict(), "model": {"name_or_path": name}}
-    stranger.send(Setup(asked, (1,)))
-    error = stranger.expect(Error)
+    stranger.send(m.Setup(asked, (1,)))
+    error = stranger.expect(m.Error)
     assert error.kind == "ConfigError"
     assert said in error.message
     assert any("refused: " in line and said in line for line in served.said)
@@ -269,7 +254,7 @@ def test_a_worker_measures_only_models_that_its_own_file_permits(serve: Any) -> 
         asked = {**served.config.to_dict(), "model": model}
         data = {"config": asked, "model": fields, "worker": 1}
         coordinator.link.send(control.request(number, model_allowlist.MEASURE, data))
-        answer = coordinator.expect(Control)
+        answer = coordinator.expect(m.Control)
         assert answer.answers == number
         assert "worker 1 may not load the model" in str(answer.error)
 
@@ -277,17 +262,11 @@ def test_a_worker_measures_only_models_that_its_own_file_permits(serve: Any) -> 
 # ---- what another worker may ask of it
 
 
-def peer_of(served: Served) -> Coordinator:
+def peer_of(served: Served) -> Caller:
     """Worker 2, over a link of its own."""
-    peer = Coordinator.__new__(Coordinator)
-    peer.inbox = queue.SimpleQueue()
-    peer.link = Link(
-        connect("127.0.0.1", served.port, WAIT_S), "worker 1", peer.inbox.put, peer.inbox.put
-    )
-    peer.link.start()
-    served._stack.callback(peer.link.close, 0)
-    peer.send(PeerHello("run", 1, 2, 1 << 30))
-    peer.expect(PeerWelcome)
+    peer = Caller(served)
+    peer.send(m.PeerHello("run", 1, 2, 1 << 30))
+    peer.expect(m.PeerWelcome)
     return peer
 
 
@@ -311,15 +290,15 @@ def test_another_worker_may_ask_for_the_links_speed_alone(
     coordinator = served.dial("run").set_up()
     peer = peer_of(served)
     peer.link.send(control.request(1, link_probe.SINK, None))
-    assert peer.expect(Control).error is None
+    assert peer.expect(m.Control).error is None
     peer.link.send(control.request(2, link_probe.SOURCE, {"bytes": 1000}))
     assert peer.next().payload_bytes == 1000
     peer.link.send(control.request(3, name, data))
-    error = peer.expect(Error)
+    error = peer.expect(m.Error)
     assert error.kind == "ProtocolError"
     assert said in error.message
     wait_until(lambda: peer.link.closed)
-    told = coordinator.expect(Error)
+    told = coordinator.expect(m.Error)
     assert said in told.message
     assert called == []
 
@@ -328,7 +307,7 @@ def test_another_worker_may_not_send_a_long_header(serve: Any) -> None:
     served = serve()
     served.dial("run").set_up()
     peer = peer_of(served)
-    peer.send(Error("ProtocolError", "x" * 100_000))
+    peer.send(m.Error("ProtocolError", "x" * 100_000))
     wait_until(lambda: peer.link.closed)
 
 
@@ -338,8 +317,8 @@ def test_an_activation_of_a_stage_that_the_sender_does_not_hold_is_refused(serve
     served.dial("run").set_up()
     peer = peer_of(served)
     tensor = WireTensor("float32", (1, 2, 3), memoryview(bytes(24)))
-    peer.link.send(Message(Forward(0, 0, 1, 0), (tensor,)))
-    assert "FORWARD of stage 0 came from one that does not hold it" in peer.expect(Error).message
+    peer.link.send(Message(m.Forward(0, 0, 1, 0), (tensor,)))
+    assert "FORWARD of stage 0 came from one that does not hold it" in peer.expect(m.Error).message
 
 
 # ---- what is too much
@@ -358,8 +337,8 @@ def test_coordinator_that_floods_it_is_told_and_memory_stays_bounded(
         coordinator.link.send(control.request(1, "slow", None))
         with suppress(PeerLostError):  # it may have hung up before the sixtieth
             for _ in range(60):
-                coordinator.send(Control("x"))
-        said = coordinator.expect(Error).message
+                coordinator.send(m.Control("x"))
+        said = coordinator.expect(m.Error).message
     finally:
         go_on.set()
     assert "it sends faster than it is heard: more than 50 messages wait" in said
@@ -371,17 +350,17 @@ def test_coordinator_that_floods_it_is_told_and_memory_stays_bounded(
 def test_run_whose_link_is_lost_keeps_its_worker_and_finds_its_stages(serve: Any) -> None:
     served = serve(keep=True)
     first = served.dial("first", "p", "training", "names").set_up()
-    busy = served.dial("second").expect(Reject)
+    busy = served.dial("second").expect(m.Reject)
     assert busy.code == "busy"
     held = r"busy with the training of run names from 127\.0\.0\.1, since \d\d:\d\d by its clock"
     assert re.search(held, busy.message)
     first.hang_up()
     wait_until(lost(served))
-    busy = served.dial("second").expect(Reject)
+    busy = served.dial("second").expect(m.Reject)
     assert busy.code == "busy"
     assert "it keeps the stages of the training of run names from 127.0.0.1" in busy.message
     assert "60 s more" in busy.message
-    assert served.dial("first").expect(Welcome).run_id == "first"
+    assert served.dial("first").expect(m.Welcome).run_id == "first"
     assert served.weights[0]() is not None
 
 
@@ -408,10 +387,10 @@ def test_coordinator_that_comes_back_hears_why_its_link_broke(
         run = served._worker._run
         wait_until(lambda: run_id == "first" or run is None or not run.is_kept)
         again = served.dial(run_id)
-        again.expect(Welcome)
-        again.send(Setup(served.config.to_dict(), (1,)))
+        again.expect(m.Welcome)
+        again.send(m.Setup(served.config.to_dict(), (1,)))
         said = []
-        while isinstance(body := again.inbox.get(timeout=WAIT_S).body, Log):
+        while isinstance(body := again.inbox.get(timeout=WAIT_S).body, m.Log):
             said.append(body.text)
     assert any("lost the coordinator" in text for text in said) == (run_id == "first")
 
@@ -422,21 +401,21 @@ def test_session_without_a_result_is_named_and_loses_its_stages_with_its_link(
 ) -> None:
     served = serve(keep=True)
     first = served.dial("first", "p", session).set_up()
-    busy = served.dial("second").expect(Reject)
+    busy = served.dial("second").expect(m.Reject)
     assert f"it is busy with the {session} from 127.0.0.1, since " in busy.message
     first.hang_up()
     wait_until(lambda: served.is_free)
     assert served.weights[0]() is None
-    assert served.dial("second").expect(Welcome).run_id is None
+    assert served.dial("second").expect(m.Welcome).run_id is None
 
 
 def test_run_that_has_no_stages_yet_does_not_reserve_the_worker(serve: Any) -> None:
     served = serve(keep=True)
     stranger = served.dial("stranger")
-    stranger.expect(Welcome)
+    stranger.expect(m.Welcome)
     stranger.hang_up()
     wait_until(lost(served))
-    assert served.dial("run").expect(Welcome).run_id is None
+    assert served.dial("run").expect(m.Welcome).run_id is None
 
 
 def test_coordinator_that_does_not_come_back_in_time_loses_its_stages(serve: Any) -> None:
@@ -444,7 +423,7 @@ def test_coordinator_that_does_not_come_back_in_time_loses_its_stages(serve: Any
     served.dial("first").set_up().hang_up()
     wait_until(lambda: served.weights[0]() is None)
     assert "the coordinator did not come back; its stages are freed" in served.said
-    assert served.dial("second").expect(Welcome).run_id is None
+    assert served.dial("second").expect(m.Welcome).run_id is None
 
 
 def test_a_worker_without_keep_ends_when_no_coordinator_returns(
@@ -469,29 +448,35 @@ def test_coordinator_that_was_started_again_takes_its_worker_at_once(
     assert served.weights[0]() is None
 
 
-def test_hello_is_answered_while_the_worker_is_busy(serve: Any) -> None:
-    served = serve(keep=True)
+@contextmanager
+def loading(served: Served) -> Iterator[None]:
+    """Meanwhile it loads the stages of the run "first"."""
     go_on = threading.Event()
-    first = served.dial("first")
-    first.set_up()
+    first = served.dial("first").set_up()
     served.loading = lambda: go_on.wait(WAIT_S)
-    first.send(Abort(0, 0))
-    first.expect(Aborted)
-    first.send(Setup(served.config.to_dict(), ()))
+    first.send(m.Abort(0, 0))
+    first.expect(m.Aborted)
+    first.send(m.Setup(served.config.to_dict(), ()))
     wait_until(lambda: served.said[-1].startswith("loading"))
     try:
-        assert served.dial("second").expect(Reject).code == "busy"
-        assert served.dial("first").expect(Welcome)
+        yield
     finally:
         go_on.set()
+
+
+def test_hello_is_answered_while_the_worker_is_busy(serve: Any) -> None:
+    served = serve(keep=True)
+    with loading(served):
+        assert served.dial("second").expect(m.Reject).code == "busy"
+        assert served.dial("first").expect(m.Welcome)
 
 
 def test_the_welcome_tells_free_host_memory_beside_the_devices_own(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert serve().dial().expect(Welcome).host_free is None
+    assert serve().dial().expect(m.Welcome).host_free is None
     monkeypatch.setattr(Device, "one_memory", False)
-    welcome = serve().dial().expect(Welcome)
+    welcome = serve().dial().expect(m.Welcome)
     assert welcome.host_free is not None
     assert 0 < welcome.host_free <= welcome.memory_total
 
@@ -499,24 +484,15 @@ def test_the_welcome_tells_free_host_memory_beside_the_devices_own(
 def test_large_frame_may_follow_the_welcome_at_once(serve: Any) -> None:
     """The reader thread welcomes a returning coordinator; the main one may compute for long."""
     served = serve(keep=True)
-    go_on = threading.Event()
-    first = served.dial().set_up()
-    served.loading = lambda: go_on.wait(WAIT_S)
-    first.send(Abort(0, 0))
-    first.expect(Aborted)
-    first.send(Setup(served.config.to_dict(), ()))
-    wait_until(lambda: served.said[-1].startswith("loading"))
-    try:
-        back = served.dial()
-        back.expect(Welcome)
+    with loading(served):
+        back = served.dial("first")
+        back.expect(m.Welcome)
         tensor = WireTensor("uint8", (1 << 18,), memoryview(bytes(1 << 18)))
-        back.link.send(Message(Control("large", request=1), [tensor]))
+        back.link.send(Message(m.Control("large", request=1), [tensor]))
         back.link.ping()  # answered when that has been read
         wait_until(lambda: back.link.clock.round_trip_s is not None or back.link.closed)
         assert not back.link.closed
-    finally:
-        go_on.set()
-    assert back.expect(Control).answers == 1
+    assert back.expect(m.Control).answers == 1
 
 
 def test_plain_dial_that_a_crowd_has_used_up_the_pace_for_is_tried_again(
@@ -531,18 +507,18 @@ def test_plain_dial_that_a_crowd_has_used_up_the_pace_for_is_tried_again(
         connect("127.0.0.1", served.port, WAIT_S).close()
     links = WorkerLinks(served.config, "run", 1 << 20)
     assert links.connect_all().keys() == {1}
-    links.close(Message(Bye("the run is over")))
+    links.close(Message(m.Bye("the run is over")))
     assert served.ended()
 
 
 def test_worker_of_another_run_of_its_machine_refuses_at_once(serve: Any) -> None:
     served = serve(run_id="mine")
-    refusal = served.dial("yours").expect(Reject)
+    refusal = served.dial("yours").expect(m.Reject)
     assert refusal.code == "identity"
     assert "started by another run of its machine" in refusal.message
     assert '"port" for worker 1' in refusal.hint
     first = served.dial("mine", "p", "chat").set_up()
-    assert served.dial("yours").expect(Reject).code == "busy"  # soon over, so it is waited for
+    assert served.dial("yours").expect(m.Reject).code == "busy"  # soon over, so it is waited for
     first.hang_up()
 
 
@@ -556,24 +532,23 @@ def test_stages_of_a_run_are_freed_before_the_next_one_is_told_of_the_memory(
     served = serve(keep=True)
     first = served.dial("first").set_up()
     if how == "goodbye":
-        first.send(Bye("the run is over"))
+        first.send(m.Bye("the run is over"))
     else:
-        first.send(Loss(0, 0, 0, 0.0))  # out of order
-        first.expect(Error)
+        first.send(m.Loss(0, 0, 0, 0.0))  # out of order
+        first.expect(m.Error)
     wait_until(lambda: first.link.closed)
     # It is busy until its stages are freed.
-    wait_until(lambda: isinstance(served.dial("second").next().body, Welcome))
+    wait_until(lambda: isinstance(served.dial("second").next().body, m.Welcome))
     assert served.weights[0]() is None
 
 
 def test_goodbye_ends_a_worker_and_a_failed_run_leaves_it_for_the_next(serve: Any) -> None:
     served = serve()
-    served.dial("first").set_up().send(Error("PeerLostError", "worker 2 is gone"))
+    served.dial("first").set_up().send(m.Error("PeerLostError", "worker 2 is gone"))
     wait_until(lambda: served.weights[0]() is None)
     assert "the coordinator stopped: worker 2 is gone" in served.said
-    served.dial("second").set_up().send(Bye("the run is over"))
-    assert served.ended()
-    assert served.error is None
+    served.dial("second").set_up().send(m.Bye("the run is over"))
+    assert served.ended_well()
 
 
 # ---- what must not end it
@@ -586,14 +561,14 @@ def test_worker_that_was_measured_waits_for_the_run_that_is_planned(
     served = serve()
     first = served.dial("first").set_up()
     first.link.send(control.request(7, model_allowlist.MEASURE, {}))
-    assert first.expect(Control).answers == 7
-    first.send(Bye("the run is over"))
+    assert first.expect(m.Control).answers == 7
+    first.send(m.Bye("the run is over"))
     deadline = time.monotonic() + WAIT_S
-    while isinstance((second := served.dial("second")).next().body, Reject):  # it has not heard yet
+    # It has not heard yet that the first one is gone.
+    while isinstance((second := served.dial("second")).next().body, m.Reject):
         assert time.monotonic() < deadline
-    second.assign().send(Bye("the run is over"))
-    assert served.ended()
-    assert served.error is None
+    second.assign().send(m.Bye("the run is over"))
+    assert served.ended_well()
 
 
 @needs("planner")
@@ -605,10 +580,9 @@ def test_worker_that_the_plan_leaves_out_says_so_and_ends(
     coordinator = served.dial().set_up()
     for number, question in enumerate((model_allowlist.MEASURE, model_allowlist.LEFT_OUT)):
         coordinator.link.send(control.request(number, question, "it is too slow"))
-        assert coordinator.expect(Control).answers == number
-    coordinator.send(Bye("the run is over"))
-    assert served.ended()
-    assert served.error is None
+        assert coordinator.expect(m.Control).answers == number
+    coordinator.send(m.Bye("the run is over"))
+    assert served.ended_well()
     assert any("no layers for it: it is too slow" in line for line in served.said)
 
 
@@ -618,14 +592,14 @@ def test_out_of_memory_in_a_reader_is_reported_as_such(
     """Memory that runs out in a reader thread is no broken link."""
 
     def unpack(message: Message, device: Device) -> None:
-        if isinstance(message.body, Abort):
+        if isinstance(message.body, m.Abort):
             raise MemoryError("out of memory")
 
     monkeypatch.setattr(worker_module, "unpack", unpack)
     served = serve(keep=True)
     coordinator = served.dial().set_up()
-    coordinator.send(Abort(0, 0))
-    error = coordinator.expect(Error)
+    coordinator.send(m.Abort(0, 0))
+    error = coordinator.expect(m.Error)
     assert error.kind == "OutOfMemory"
     assert "memory ran out" in error.message
 
@@ -636,7 +610,7 @@ def test_attempt_whose_memory_ran_out_is_told_and_the_worker_stays(
     """In a reader thread, as on a GPU; also of an attempt whose STEP another worker heard first."""
 
     def unpack(message: Message, device: Device) -> Any:
-        if isinstance(message.body, Inputs):
+        if isinstance(message.body, m.Inputs):
             of = message.body.step, message.body.attempt
             raise StepOutOfMemory.of(of, "stage 1: memory ran out", "fewer layers")
         return real(message, device)
@@ -650,15 +624,14 @@ def test_attempt_whose_memory_ran_out_is_told_and_the_worker_stays(
         info = StepInfo(step=0, attempt=attempt, train=True, micro_batches=1, num_items=1)
         coordinator.link.send(step_message(info, schedule))
         for of in (attempt, attempt + 5):
-            coordinator.send(Inputs(0, of, 1, 0, (), {"attention_mask": (1, 2)}))
-            failed = StepFailed(0, of, "stage 1: memory ran out", "fewer layers")
-            assert coordinator.expect(StepFailed) == failed
-        coordinator.send(Abort(0, attempt))
-        assert coordinator.expect(Aborted) == Aborted(0, attempt)
+            coordinator.send(m.Inputs(0, of, 1, 0, (), {"attention_mask": (1, 2)}))
+            failed = m.StepFailed(0, of, "stage 1: memory ran out", "fewer layers")
+            assert coordinator.expect(m.StepFailed) == failed
+        coordinator.send(m.Abort(0, attempt))
+        assert coordinator.expect(m.Aborted) == m.Aborted(0, attempt)
     assert not served.is_free
-    coordinator.send(Bye("the run is over"))
-    assert served.ended()
-    assert served.error is None
+    coordinator.send(m.Bye("the run is over"))
+    assert served.ended_well()
 
 
 @pytest.mark.parametrize("size", [1, 2**27])
@@ -671,11 +644,11 @@ def test_strangers_bytes_are_never_unpacked(size: int, serve: Any, monkeypatch: 
     stranger = served.dial()
     other = connect("127.0.0.1", served.port, WAIT_S)
     other.set_tick(WAIT_S)
-    bomb = Message(Inputs(0, 0, 1, 0, (), {"a": (size,), "b": (size,)}))
+    bomb = Message(m.Inputs(0, 0, 1, 0, (), {"a": (size,), "b": (size,)}))
     other.write(deque([memoryview(framed(bomb))]))
     assert other.read(memoryview(bytearray(1))) == 0
     other.close()
-    stranger.expect(Welcome)
+    stranger.expect(m.Welcome)
     assert unpacked == []
 
 
@@ -684,7 +657,7 @@ def test_no_more_strangers_than_a_few_are_let_in(serve: Any) -> None:
     served = serve()
     streams = [connect("127.0.0.1", served.port, WAIT_S) for _ in range(16)]
     wait_until(lambda: served._worker._acceptor.strangers == 16)
-    served.dial().expect(Welcome)
+    served.dial().expect(m.Welcome)
 
     def sent_away() -> int:
         return [stream.read(memoryview(bytearray(1))) for stream in streams].count(0)
@@ -723,7 +696,7 @@ def test_a_worker_goes_on_accepting_after_a_failed_accept(
     first = connect("127.0.0.1", served.port, WAIT_S)
     assert first.read(memoryview(bytearray(1))) == 0
     first.close()
-    served.dial().expect(Welcome)
+    served.dial().expect(m.Welcome)
     assert served._worker._acceptor.strangers == 0
 
 
@@ -734,9 +707,9 @@ def test_a_coordinator_may_announce_frames_up_to_half_of_the_memory(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     served = serve()
     coordinator = served.dial()
-    coordinator.expect(Welcome)
+    coordinator.expect(m.Welcome)
     tensor = WireTensor("uint8", (5000,), memoryview(bytes(5000)))
-    coordinator.link.send(Message(Control("large"), [tensor]))
+    coordinator.link.send(Message(m.Control("large"), [tensor]))
     wait_until(lost(served))
     assert any("at most 4500 are agreed" in line for line in served.said)
 
@@ -744,13 +717,9 @@ def test_a_coordinator_may_announce_frames_up_to_half_of_the_memory(
 def test_hello_of_an_earlier_dialling_comes_too_late(serve: Any) -> None:
     served = serve()
     first = served.dial().set_up()
-    stream = connect("127.0.0.1", served.port, WAIT_S)
-    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    link = Link(stream, "late", heard.put, heard.put)
-    link.start()
-    link.send(Message(Hello("run", 1, "p", 0, 1 << 20)))
-    assert heard.get(timeout=WAIT_S).expect(Reject).code == "stale"
-    link.close(0)
+    late = Caller(served)
+    late.send(m.Hello("run", 1, "p", 0, 1 << 20))
+    assert late.expect(m.Reject).code == "stale"
     assert not first.link.closed
 
 
@@ -767,10 +736,10 @@ def test_worker_that_is_told_to_end_says_so_and_still_answers(serve: Any) -> Non
     served = serve(keep=True)
     coordinator = served.dial().set_up()
     tell_to_end(served)
-    assert "SIGTERM" in coordinator.expect(Leaving).reason
-    coordinator.send(Abort(0, 0))
-    coordinator.expect(Aborted)
-    coordinator.send(Bye("the run was stopped"))
+    assert "SIGTERM" in coordinator.expect(m.Leaving).reason
+    coordinator.send(m.Abort(0, 0))
+    coordinator.expect(m.Aborted)
+    coordinator.send(m.Bye("the run was stopped"))
     assert served.ended()
     assert isinstance(served.error, StoppedEarly)
 
@@ -789,7 +758,7 @@ def test_worker_that_is_told_to_end_does_not_wait_for_ever(serve: Any, gone: boo
     served = serve(keep=True)
     coordinator = served.dial().set_up()
     tell_to_end(served)
-    coordinator.expect(Leaving)
+    coordinator.expect(m.Leaving)
     if gone:
         coordinator.hang_up()
     else:
@@ -806,17 +775,14 @@ def test_a_loopback_own_name_is_refused_with_a_remote_coordinator(
 ) -> None:
     monkeypatch.setattr(addresses, "resolve", lambda name: ("127.0.1.1",))
     monkeypatch.setattr(addresses, "primary_address", lambda: "192.168.1.20")
-    raw: dict[str, Any] = {
-        "coordinator": {"ip": "192.0.2.1", "port": 1},
-        "workers": [{"id": 1, "ip": "box", "port": 9999, "device": "cpu"}],
-        "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
-    }
-    worker = Worker(Config.from_dict(raw), 1, keep=False, build=lambda *_: [])
+    box = [{"id": 1, "ip": "box", "port": 9999, "device": "cpu"}]
+    far = star(box, ["local", 1], coordinator={"ip": "192.0.2.1", "port": 1})
+    worker = Worker(far, 1, keep=False, build=lambda *_: [])
     with pytest.raises(NetworkError, match="the name 'box' of worker 1 is a loopback") as raised:
         worker.serve(lambda: True)
     assert "192.168.1.20" in str(raised.value.hint)
-    raw["coordinator"]["ip"] = "127.0.0.1"
-    worker_module._check_name(Config.from_dict(raw), Config.from_dict(raw).worker(1))
+    near = star(box, ["local", 1])
+    worker_module._check_name(near, near.worker(1))
 
 
 @pytest.mark.parametrize("phase", [Phase.CLOSED, Phase.READY])
@@ -827,7 +793,7 @@ def test_a_report_that_crosses_a_goodbye_is_no_protocol_error(phase: Phase) -> N
     worker: Any = SimpleNamespace(_connection=SimpleNamespace(send=send, phase=phase))
     expected = worker_module.LinkGone if phase is Phase.CLOSED else ProtocolError
     with pytest.raises(expected):
-        Worker._send(worker, Message(BackwardDone(0, 0, 0)))
+        Worker._send(worker, Message(m.BackwardDone(0, 0, 0)))
 
 
 def test_worker_looks_again_when_a_task_has_waited_enough_for_anothers_turn() -> None:
@@ -852,13 +818,7 @@ def test_a_port_in_use_by_the_same_worker_is_reported(other: int, said: str) -> 
     code = "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))"
     code += "; print('up', flush=True); sys.stdin.read()"
     words = [sys.executable, "-c", code, str(port), "--worker-id", str(other)]
-    config = Config.from_dict(
-        {
-            "coordinator": {"ip": "127.0.0.1", "port": 1},
-            "workers": [{"id": 1, "ip": "127.0.0.1", "port": port}],
-            "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
-        }
-    )
+    config = star([{"id": 1, "ip": "127.0.0.1", "port": port}], ["local", 1])
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None

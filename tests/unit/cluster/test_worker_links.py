@@ -15,7 +15,6 @@ import pytest
 from hetero_framework.cluster import worker_links
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.worker_links import WorkerLinks
-from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.core.messages import Bye, Connected, Error, Message, PeerResult, StepFailed
 from hetero_framework.engine.hosts import HostEvent
@@ -23,18 +22,13 @@ from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.errors import NetworkError, PeerLostError, ProtocolError, ResourceError
 from tests.framed import framed
 from tests.samples import free_ports
+from tests.unit.cluster.conftest import star
 from tests.waiting import WAIT_S
 
 
 def links(**training: Any) -> WorkerLinks:
-    config = Config.from_dict(
-        {
-            "coordinator": {"ip": "127.0.0.1", "port": 1},
-            "workers": [{"id": 1, "ip": "127.0.0.1", "port": free_ports(1)[0]}],
-            "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
-            "training": {"connect_timeout_s": 0.3, **training},
-        }
-    )
+    worker = {"id": 1, "ip": "127.0.0.1", "port": free_ports(1)[0]}
+    config = star([worker], ["local", 1], training={"connect_timeout_s": 0.3, **training})
     made = WorkerLinks(config, "run", 1 << 20)
     made.direct._workers = {**made._workers, 2: made._workers[1], 3: made._workers[1]}
     return made
@@ -68,17 +62,27 @@ def test_a_link_to_no_worker_of_the_run_is_refused(other: int) -> None:
         links().direct.note(1, connected(other))
 
 
+def connected(other: int) -> Connected:
+    return Connected((PeerResult(other, None),))
+
+
+def orders(made: WorkerLinks, monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """The pairs of each order to dial, all of which are obeyed."""
+    ordered: list[list[Any]] = []
+
+    def obeyed(pairs: Any, timeout_s: float) -> None:
+        ordered.append(list(pairs))
+        for dialler, other in ordered[-1]:
+            made.direct.note(dialler, connected(other))
+
+    monkeypatch.setattr(made.direct, "_order", obeyed)
+    return ordered
+
+
 def test_pair_that_meets_at_two_boundaries_dials_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both workers dialling each other at once would each close the link that the other kept."""
     made = links()
-    dialled: list[list[Any]] = []
-
-    def dial(pairs: Any, timeout_s: float) -> None:
-        dialled.append(list(pairs))
-        for dialler, other in dialled[-1]:
-            made.direct.note(dialler, connected(other))
-
-    monkeypatch.setattr(made.direct, "_order", dial)
+    dialled = orders(made, monkeypatch)
     assert made.direct.connect([(1, 2), (2, 1), (2, 3)], 1.0) == {}
     assert sorted(map(sorted, dialled[0])) == [[1, 2], [2, 3]]
     assert dialled[1] == []
@@ -120,19 +124,12 @@ def test_lost_link_between_workers_is_dialled_again_more_and_more_seldom(
 def test_links_of_a_process_that_is_gone_are_opened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the other end has not noticed."""
     made = links()
-    dialled: list[Any] = []
-
-    def dial(pairs: Any, timeout_s: float) -> None:
-        for dialler, other in pairs:
-            dialled.append((dialler, other))
-            made.direct.note(dialler, connected(other))
-
-    monkeypatch.setattr(made.direct, "_order", dial)
+    dialled = orders(made, monkeypatch)
     made.direct.note(2, connected(1))
     made.direct.note(2, connected(3))
     made.direct.forget(1)
     assert made.direct.connect([(1, 2), (2, 3)], 1.0) == {}
-    assert dialled == [(1, 2)]
+    assert [pair for order in dialled for pair in order] == [(1, 2)]
     assert made.direct.open == {frozenset((1, 2)), frozenset((2, 3))}
 
 
@@ -283,10 +280,6 @@ def test_only_a_failure_of_the_present_attempt_is_raised() -> None:
     assert caught.value.hint == "fewer layers"
     made.expect(4, -1)  # it is aborted
     assert made.receive(0) is None
-
-
-def connected(other: int, problem: str | None = None) -> Connected:
-    return Connected((PeerResult(other, problem),))
 
 
 def test_out_of_memory_on_arrival_is_no_failure_of_the_link() -> None:

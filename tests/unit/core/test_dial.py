@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -13,12 +12,6 @@ from hetero_framework.core import dial
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.errors import NetworkError
 from tests.waiting import WAIT_S
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def test_the_error_for_a_port_in_use_names_the_address() -> None:
