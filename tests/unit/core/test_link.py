@@ -79,12 +79,6 @@ class End:
         return self.messages
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
 def sockets(stack: ExitStack) -> tuple[socket.socket, socket.socket]:
     """Two connected TCP sockets; closed at the end of the test."""
     with closing(Listener("127.0.0.1", 0)) as listener:
@@ -140,6 +134,14 @@ def control(nbytes: int = 0, number: int = 0) -> Message:
 
 def random_tensor(nbytes: int) -> WireTensor:
     return WireTensor("uint8", (nbytes,), memoryview(random.Random(nbytes).randbytes(nbytes)))
+
+
+def frames_moved(*links: Link) -> list[tuple[str, int, float, float]]:
+    """What these links will tell of their frames: way, number, begin and end."""
+    moved: list[tuple[str, int, float, float]] = []
+    for link in links:
+        link.on_moved = lambda way, message, *times: moved.append((way, message.body.data, *times))
+    return moved
 
 
 def payload_of(message: Message) -> bytes:
@@ -228,12 +230,7 @@ def test_frame_that_its_sender_writes_does_not_wake_the_writer(
     a, b = pair(stack)
     woken: list[int] = []
     notify = a.link._work.notify
-
-    def noted(n: int = 1) -> None:
-        woken.append(n)
-        notify(n)
-
-    monkeypatch.setattr(a.link._work, "notify", noted)
+    monkeypatch.setattr(a.link._work, "notify", lambda n=1: (woken.append(n), notify(n)))
     for number in range(20):
         a.link.send(control(number=number))
     b.take(20)
@@ -295,31 +292,10 @@ def test_no_more_than_the_bound_waits_in_the_queue(
     sender.join(WAIT_S)
 
 
-def test_blocked_sender_is_freed_when_the_link_ends(stack: ExitStack) -> None:
-    near, far = sockets(stack)
-    a = end(stack, near, max_queue_bytes=1000)
-    raised: list[HeteroError] = []
-
-    def produce() -> None:
-        try:
-            while True:
-                a.link.send(control(10_000_000))
-        except HeteroError as error:
-            raised.append(error)
-
-    producer = threading.Thread(target=produce)
-    producer.start()
-    wait_until(lambda: a.link._queue.nbytes > 0, "queue filled")
-    far.close()
-    producer.join(WAIT_S)
-    assert isinstance(raised[0], PeerLostError)
-    assert isinstance(a.reason(), PeerLostError)
-
-
-def test_blocked_sender_waits_in_slices_so_that_ctrl_c_is_heard_on_windows(
+def test_blocked_sender_waits_in_slices_and_is_freed_when_the_link_ends(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There nothing interrupts a wait without an end (L13)."""
+    """In slices, since on Windows Ctrl-C interrupts no wait without an end (L13)."""
     near, far = sockets(stack)
     a = end(stack, near, max_queue_bytes=1000)
     waits: list[float | None] = []
@@ -331,17 +307,22 @@ def test_blocked_sender_waits_in_slices_so_that_ctrl_c_is_heard_on_windows(
         return wait(timeout)
 
     monkeypatch.setattr(a.link._room, "wait", noted)
+    raised: list[HeteroError] = []
 
     def produce() -> None:
-        with contextlib.suppress(HeteroError):
+        try:
             while True:
                 a.link.send(control(10_000_000))
+        except HeteroError as error:
+            raised.append(error)
 
     producer = threading.Thread(target=produce)
     producer.start()
     wait_until(lambda: bool(waits), "the sender blocks")
     far.close()
     producer.join(WAIT_S)
+    assert isinstance(raised[0], PeerLostError)
+    assert isinstance(a.reason(), PeerLostError)
     assert all(wait is not None and wait <= 0.5 for wait in waits)
 
 
@@ -407,12 +388,7 @@ def test_routed_frame_reaches_a_receiver_that_reads_slowly(relay: Relay) -> None
 
 
 def test_routed_frames_are_counted_and_told(relay: Relay) -> None:
-    moved: list[tuple[str, int, float, float]] = []
-
-    def note(direction: str, message: Message, began: float, ended: float) -> None:
-        moved.append((direction, message.body.data, began, ended))
-
-    relay.into.link.on_moved = relay.out.link.on_moved = note
+    moved = frames_moved(relay.into.link, relay.out.link)
     frame = framed(control(2_000_000, 7))
     relay.source_socket.sendall(frame)
     assert receive_exactly(relay.target_socket, len(frame)) == frame
@@ -626,10 +602,8 @@ def test_two_sources_to_one_receiver_keep_their_frames_whole(stack: ExitStack) -
     for name in (0, 1000):
         near, inward = sockets(stack)
         end(stack, inward, f"sender {name}", route=lambda message: out.link)
-        stream = b"".join(
-            framed(control(rng.choice([1, 100, 5_000, 400_000]), name + number))
-            for number in range(60)
-        )
+        sizes = [rng.choice([1, 100, 5_000, 400_000]) for _ in range(60)]
+        stream = b"".join(framed(control(n, name + k)) for k, n in enumerate(sizes))
         cuts = sorted(rng.randrange(len(stream)) for _ in range(40))
         pieces = [stream[a:b] for a, b in pairwise([0, *cuts, len(stream)])]
 
@@ -912,15 +886,12 @@ def test_pings_measure_the_round_trip_and_the_offset_of_the_clocks(
     a, b, proxy = proxied(stack)
     proxy.up.delay_s = proxy.down.delay_s = 0.02
     assert a.link.clock == Clock(None, None)
-    real = time.perf_counter
-    # The far reader's clock is 100 s ahead.
-    ahead = b.link._reader
-    shift = 100.0
-    monkeypatch.setattr(
-        time,
-        "perf_counter",
-        lambda: real() + (shift if threading.current_thread() is ahead else 0.0),
-    )
+    real, ahead = time.perf_counter, b.link._reader
+
+    def clock_s() -> float:
+        return real() + 100.0 * (threading.current_thread() is ahead)
+
+    monkeypatch.setattr(time, "perf_counter", clock_s)
     for count in range(3):
         a.link.ping()
         wait_until(lambda: len(a.link._pings._round_trips) > count, "an answer")  # noqa: B023
@@ -960,27 +931,23 @@ def test_peer_that_does_not_read_gets_few_answers(signal: m.Signal, stack: ExitS
 
 def test_on_moved_tells_when_tensor_frames_moved(stack: ExitStack) -> None:
     a, b = pair(stack)
-    moved: list[tuple[str, Any, float, float]] = []
-
-    def note(direction: str, message: Message, began: float, ended: float) -> None:
-        moved.append((direction, message.body.data, began, ended))
-
-    a.link.on_moved = b.link.on_moved = note
+    moved = frames_moved(a.link, b.link)
     before = time.perf_counter()
     for number, nbytes in enumerate((0, 1000, 5_000_000)):
         a.link.send(control(nbytes, number))
     b.take(3)
     wait_until(lambda: len(moved) == 4, "all told")
-    assert sorted(entry[:2] for entry in moved) == [
-        ("receive", 1),
-        ("receive", 2),
-        ("send", 1),
-        ("send", 2),
-    ]
+    told = [("receive", 1), ("receive", 2), ("send", 1), ("send", 2)]
+    assert sorted(entry[:2] for entry in moved) == told
     assert all(before <= began <= ended <= time.perf_counter() for _, _, began, ended in moved)
 
 
 # ---------------------------------------------------------------------------- turns
+
+
+LARGE = framed(control(300_000))
+BEGUN = LARGE[: len(LARGE) - 300_000 - 2 - CHECKSUM_BYTES + PIECE_BYTES]
+"""Up to the mark behind its first piece."""
 
 
 @pytest.mark.parametrize(
@@ -996,33 +963,24 @@ def test_only_a_whole_heartbeat_may_stand_inside_of_a_frame(
 ) -> None:
     near, far = sockets(stack)
     receiver = end(stack, far)
-    frame = framed(control(300_000))
-    at = len(frame) - 300_000 - 2 - CHECKSUM_BYTES + PIECE_BYTES
-    near.sendall(frame[:at] + between)
+    near.sendall(BEGUN + between)
     assert said in str(receiver.reason())
 
 
 def test_heartbeat_inside_of_a_frame_is_answered_at_once(stack: ExitStack) -> None:
     near, far = sockets(stack)
     receiver = end(stack, far)
-    frame = framed(control(300_000))
-    at = len(frame) - 300_000 - 2 - CHECKSUM_BYTES + PIECE_BYTES
     pong = framed(Message(Heartbeat(pong=1.0, at=0.0)))
-    near.sendall(frame[:at] + INSIDE + framed(Message(Heartbeat(ping=1.0))))
+    near.sendall(BEGUN + INSIDE + framed(Message(Heartbeat(ping=1.0))))
     answer = receive_exactly(near, len(pong))
     assert decode(answer[:-CHECKSUM_BYTES]).body.pong == 1.0
-    near.sendall(frame[at:])
+    near.sendall(LARGE[len(BEGUN) :])
     assert payload_of(receiver.take()[0]) == payload_of(control(300_000))
 
 
 def forward(nbytes: int, number: int = 0, stage: int = 1, attempt: int = 0) -> Message:
-    return Message(
-        Forward(0, attempt, stage, number), [WireTensor("uint8", (nbytes,), bytes_of(nbytes))]
-    )
-
-
-def bytes_of(nbytes: int) -> memoryview:
-    return memoryview(bytes(nbytes))
+    tensor = WireTensor("uint8", (nbytes,), memoryview(bytes(nbytes)))
+    return Message(Forward(0, attempt, stage, number), [tensor])
 
 
 class SlowLine(PlainStream):
@@ -1085,15 +1043,19 @@ class SessionStart:
             scheduler.plan(self.attempt, lanes, lanes, order_timeout_s)
 
 
+@pytest.fixture(params=[False, True], ids=["receivers share", "senders share"])
+def meeting(
+    request: pytest.FixtureRequest, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> SessionStart:
+    monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)  # however busy the machine is
+    made = SessionStart(stack, senders_share=request.param)
+    made.learn()
+    return made
+
+
 @pytest.mark.faults
 @pytest.mark.alone
-@pytest.mark.parametrize("senders_share", [False, True])
-def test_large_frames_that_meet_go_one_after_the_other(
-    senders_share: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)  # however busy the machine is
-    meeting = SessionStart(stack, senders_share=senders_share)
-    meeting.learn()
+def test_large_frames_that_meet_go_one_after_the_other(meeting: SessionStart) -> None:
     meeting.send([0, 1], 3)
     longest = max(ended - began for _, began, ended in meeting.spans)
     assert meeting.overlap_s() < longest / 2
@@ -1101,26 +1063,14 @@ def test_large_frames_that_meet_go_one_after_the_other(
     assert order in ([0, 1] * 3, [1, 0] * 3)
 
 
-@pytest.mark.parametrize("senders_share", [False, True])
-def test_large_frames_go_in_the_planned_order(
-    senders_share: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)
-    meeting = SessionStart(stack, senders_share=senders_share)
-    meeting.learn()
+def test_large_frames_go_in_the_planned_order(meeting: SessionStart) -> None:
     planned = [1, 1, 0, 1, 0, 0]
     meeting.plan(planned, order_timeout_s=5.0)
     meeting.send([0, 1], 3)
     assert [k for k, _, _ in sorted(meeting.spans, key=lambda span: span[1])] == planned
 
 
-@pytest.mark.parametrize("senders_share", [False, True])
-def test_a_missing_frame_is_waited_for_up_to_the_timeout(
-    senders_share: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)
-    meeting = SessionStart(stack, senders_share=senders_share)
-    meeting.learn()
+def test_a_missing_frame_is_waited_for_up_to_the_timeout(meeting: SessionStart) -> None:
     meeting.plan([1, 0, 0], order_timeout_s=0.5)
     began = time.monotonic()
     meeting.send([0], 1)
@@ -1153,20 +1103,16 @@ def test_a_frame_that_arrives_slowly_asks_for_a_turn(
     assert not pacing.pause_s()
 
 
+@pytest.mark.parametrize("meeting", [True], indirect=True)
 def test_a_frame_that_stalls_holds_up_others_for_a_while_only(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    meeting: SessionStart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)
     monkeypatch.setattr(timeouts, "TURN_S", 1.0)
-    meeting = SessionStart(stack, senders_share=True)
-    meeting.learn()
     (stalling, _), (sender, receiver) = meeting.ends
-    line = stalling.link._stream
-    write, tick = line.write, threading.Event()
+    line, tick = stalling.link._stream, threading.Event()
+    write, bandwidth = line.write, stalling.link._bandwidth
     monkeypatch.setattr(
-        line,
-        "write",
-        lambda b: tick.wait(0.01) + 0 if stalling.link._bandwidth._has_turn else write(b),
+        line, "write", lambda b: tick.wait(0.01) + 0 if bandwidth._has_turn else write(b)
     )
     stalling.link.send(forward(2_000_000))
     wait_until(sender.link._bandwidth._way_out.awaits_room, "it stalls in its turn")
