@@ -43,47 +43,35 @@ def idle(config: Config) -> dict[str, str]:
     return {name: why for name, separator, why in lines if separator}
 
 
+def T(**training: Any) -> dict[str, Any]:
+    return {"training": training}
+
+
 @needs("preferences", "talking", "reporting", "classification", "islands")
 @pytest.mark.parametrize(
     ("sections", "name", "why"),
     [
-        ({"training": {"beta": 0.1}}, "training.beta", "objective dpo, orpo, cpo or kto"),
+        (T(beta=0.1), "training.beta", "objective dpo, orpo, cpo or kto"),
         (
-            {"training": {"objective": "dpo", "simpo_gamma": 1.0}},
+            T(objective="dpo", simpo_gamma=1.0),
             "training.simpo_gamma",
             "training.objective cpo and training.loss_type simpo",
         ),
-        ({"training": {"save_strategy": "no", "save_steps": 9}}, "training.save_steps", "steps"),
-        (
-            {"training": {"sample_steps": 9}},
-            "training.sample_steps",
-            "with training.sample_prompts",
-        ),
-        (
-            {"training": {"sample_prompts": ["a"], "sample_top_p": 0.5}},
-            "training.sample_top_p",
-            "sample_temperature",
-        ),
-        ({"training": {"hub_model_id": "a/b"}}, "training.hub_model_id", "push_to_hub"),
-        ({"training": {"early_stopping_threshold": 0.1}}, "training.early_stopping_threshold", "p"),
-        ({"training": {"greater_is_better": False}}, "training.greater_is_better", "save_strategy"),
-        (
-            {"training": {"max_steps": 3, "num_train_epochs": 1.0}},
-            "training.num_train_epochs",
-            "-1",
-        ),
-        (
-            {"training": {"objective": "reward", "token_metrics": True}},
-            "training.token_metrics",
-            "",
-        ),
+        (T(save_strategy="no", save_steps=9), "training.save_steps", "steps"),
+        (T(sample_steps=9), "training.sample_steps", "with training.sample_prompts"),
+        (T(sample_prompts=["a"], sample_top_p=0.5), "training.sample_top_p", "sample_temperature"),
+        (T(hub_model_id="a/b"), "training.hub_model_id", "push_to_hub"),
+        (T(early_stopping_threshold=0.1), "training.early_stopping_threshold", "p"),
+        (T(greater_is_better=False), "training.greater_is_better", "save_strategy"),
+        (T(max_steps=3, num_train_epochs=1.0), "training.num_train_epochs", "-1"),
+        (T(objective="reward", token_metrics=True), "training.token_metrics", ""),
         ({"data": {"eval": "b"}}, "data.eval", "another training.eval_strategy than no, or with"),
         ({"data": {"eval_split": "dev"}}, "data.eval_split", "with data.eval"),
-        ({"training": {"replicate_steps": 4}}, "training.replicate_steps", "with adapter"),
+        (T(replicate_steps=4), "training.replicate_steps", "with adapter"),
         ({"adapter": {"layers_pattern": "h"}}, "adapter.layers_pattern", "layers_to_transform"),
         ({"adapter": {"r": 4, "init_from": "x"}}, "adapter.r", "adapter.init_from null"),
         (
-            {"training": {"activation_offloading": True}},
+            T(activation_offloading=True),
             "training.activation_offloading",
             "with training.gradient_checkpointing",
         ),
