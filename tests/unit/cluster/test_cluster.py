@@ -25,6 +25,7 @@ from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import Residence
 from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly, UserError
 from hetero_framework.security.access import Plaintext
+from tests.cases import raising
 from tests.unit.cluster.conftest import star
 
 PLAN = ["local", 1, 2]
@@ -226,9 +227,7 @@ def test_a_short_loss_of_a_link_during_loading_is_recovered(links: Links) -> Non
     assert names(links, m.Start) == [(1, "START"), (2, "START")]
 
 
-def test_worker_that_loads_for_too_long_is_named(
-    links: Links, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_that_loads_for_too_long_is_named(links: Links, monkeypatch: Any) -> None:
     now = iter(range(0, 10_000, 100))
     monkeypatch.setattr(cluster_module.time, "monotonic", lambda: next(now))
     cluster = started(links)
@@ -237,9 +236,7 @@ def test_worker_that_loads_for_too_long_is_named(
         cluster.assemble(config(load_timeout_s=900))
 
 
-def test_files_that_cannot_be_read_in_time_end_the_wait(
-    links: Links, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_cannot_be_read_in_time_end_the_wait(links: Links, monkeypatch: Any) -> None:
     go = threading.Event()
     monkeypatch.setattr(Cluster, "_expected_weights", lambda self: go.wait(30.0) and None)
     cluster = started(links)
@@ -297,11 +294,7 @@ def test_a_link_lost_during_the_liveness_question_ends_no_worker(
 ) -> None:
     killer = Killer()
     monkeypatch.setattr(assembled.recovery, "_local", killer)
-
-    def answering(questions: Any, timeout_s: float) -> set[Any]:
-        raise lost
-
-    monkeypatch.setattr(assembled.pipeline, "answering", answering)
+    monkeypatch.setattr(assembled.pipeline, "answering", raising(lost))
     assembled.recovery._end_hanging("nothing has moved")
     assert killer.killed == []
 
@@ -341,32 +334,23 @@ def test_workers_hear_how_a_run_was_stopped_and_not_how_to_resume_it() -> None:
     assert cluster_module._goodbye(stopped) == m.Bye(f"the run ended: {why}")
 
 
-def test_the_link_of_a_pair_is_reported_once(
-    links: Links, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_link_of_a_pair_is_reported_once(links: Links, caplog: Any) -> None:
     links.direct.open = {frozenset((1, 2))}
     with caplog.at_level(logging.INFO, "hetero_framework"):
         started(links, plan=["local", 1, 2, 1, 2])._connect_workers()
     assert [event["workers"] for event in events(caplog)] == ["1, 2"]
 
 
-def test_worker_that_leaves_is_an_event_of_the_run(
-    assembled: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
-
-    def action() -> None:
-        raise WorkerLeaving(2, "it was stopped on its own machine (SIGTERM)")
-
+def test_worker_that_leaves_is_an_event_of_the_run(assembled: Cluster, caplog: Any) -> None:
+    leaving = WorkerLeaving(2, "it was stopped on its own machine (SIGTERM)")
     with caplog.at_level(logging.INFO, "hetero_framework"), pytest.raises(WorkerLeaving):
-        assembled.retrying(action)
+        assembled.retrying(raising(leaving))
     left = next(event for event in events(caplog) if event["what"] == "worker left")
     assert left["worker"] == 2
     assert "SIGTERM" in left["reason"]
 
 
-def test_step_whose_memory_ran_out_is_done_again_once(
-    assembled: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_step_whose_memory_ran_out_is_done_again_once(assembled: Cluster, caplog: Any) -> None:
     fates: list[StepOutOfMemory | None] = []
 
     def action() -> str:

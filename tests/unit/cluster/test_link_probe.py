@@ -12,6 +12,7 @@ from hetero_framework import control
 from hetero_framework.cluster import link_probe
 from hetero_framework.core.messages import Control, Message, decode, encode
 from hetero_framework.errors import NetworkError, ProtocolError
+from tests.cases import raising
 
 MB = 10**6
 
@@ -128,11 +129,9 @@ def test_worker_measures_its_link_to_another_and_tells(wire: Wire) -> None:
 
 
 def test_worker_without_a_link_tells_why() -> None:
-    def ask_peer(worker: Any, question: Message, timeout_s: float, then: Any) -> Message:
-        raise NetworkError(f"there is no link to worker {worker}")
-
+    lost = NetworkError("there is no link to worker 2")
     question = link_probe.peer_question(5, 2, MB).expect(Control)
-    answer = over_the_wire(link_probe.answer_for_peer(question, ask_peer))
+    answer = over_the_wire(link_probe.answer_for_peer(question, raising(lost)))
     with pytest.raises(NetworkError, match="there is no link to worker 2") as caught:
         link_probe.peer_speed(answer)
     assert caught.value.hint is None

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -56,28 +57,28 @@ while not (place / "finish").exists():
 class Served:
     """`run_workers` in a thread."""
 
-    def __init__(self, config: Config, program: list[str], ids: tuple[int, ...] = (1,)) -> None:
+    def __init__(self, config: Config, program: list[str]) -> None:
         self.config = config
         self.code: int | None = None
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(program, ids), name="supervised")
+        self._thread = threading.Thread(target=self._run, args=(program,), name="supervised")
         self._thread.start()
 
-    def _run(self, program: list[str], ids: tuple[int, ...]) -> None:
+    def _run(self, program: list[str]) -> None:
         try:
-            self.code = run_workers(self.config, ids, program=program)
+            self.code = run_workers(self.config, (1,), program=program)
         except Exception as error:
             self.error = error
 
-    def starts(self, worker_id: int = 1) -> list[int]:
+    def starts(self) -> list[int]:
         """Process ids of the worker's processes so far."""
-        file = self.config.base_dir / f"starts-{worker_id}"
+        file = self.config.base_dir / "starts-1"
         return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
-    def started(self, number: int, worker_id: int = 1) -> int:
+    def started(self, number: int) -> int:
         """Wait for its so-many-th process."""
-        wait_until(lambda: len(self.starts(worker_id)) >= number or not self._thread.is_alive())
-        return self.starts(worker_id)[number - 1]
+        wait_until(lambda: len(self.starts()) >= number or not self._thread.is_alive())
+        return self.starts()[number - 1]
 
     def finish(self) -> None:
         """Have the workers end in order."""
@@ -95,16 +96,13 @@ def program(behaviour: str) -> list[str]:
 
 
 @pytest.fixture
-def serve(config: Config) -> Iterator[Callable[..., Served]]:
-    made: list[Served] = []
+def serve(config: Config, stack: ExitStack) -> Callable[[str], Served]:
+    def start(behaviour: str) -> Served:
+        served = Served(config, program(behaviour))
+        stack.callback(served.finish)
+        return served
 
-    def start(behaviour: str, ids: tuple[int, ...] = (1,)) -> Served:
-        made.append(Served(config, program(behaviour), ids))
-        return made[-1]
-
-    yield start
-    for served in made:
-        served.finish()
+    return start
 
 
 @pytest.fixture
@@ -127,9 +125,7 @@ def events(config: Config) -> list[dict[str, Any]]:
 # ---- lines and exit codes
 
 
-def test_lines_appear_behind_names_and_the_end_in_order_is_zero(
-    config: Config, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_appear_behind_names_and_the_end_in_order_is_zero(config: Config, capfd: Any) -> None:
     assert run_workers(config, (1, 2), program=program("done")) == 0
     lines = capfd.readouterr().err.splitlines()
     assert sorted(line.split(" with ")[0] for line in lines) == [
@@ -138,9 +134,7 @@ def test_lines_appear_behind_names_and_the_end_in_order_is_zero(
     ]
 
 
-def test_lines_of_a_single_worker_need_no_name(
-    config: Config, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_of_a_single_worker_need_no_name(config: Config, capfd: Any) -> None:
     assert run_workers(config, (1,), keep=True, program=program("done")) == 0
     assert capfd.readouterr().err == "hello from 1 with keep True\n"
 
@@ -157,9 +151,7 @@ def test_processes_left_behind_by_a_worker_are_not_waited_for(
     assert not printer.is_alive()
 
 
-def test_a_worker_that_fails_for_good_stops_the_others(
-    config: Config, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_worker_that_fails_for_good_stops_the_others(config: Config, capfd: Any) -> None:
     assert run_workers(config, (1, 2), program=program("fail")) == 6
     said = capfd.readouterr().err
     assert "worker 2 | the reason" in said
@@ -170,9 +162,7 @@ def test_a_worker_that_fails_for_good_stops_the_others(
 
 
 @posix
-def test_a_killed_worker_is_started_again(
-    serve: Any, config: Config, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_worker_is_started_again(serve: Any, config: Config, capfd: Any) -> None:
     served = serve("wait")
     first = served.started(1)
     os.kill(first, signal.SIGKILL)
@@ -211,20 +201,20 @@ sys.exit(run_workers(Config.from_dict(raw, base), (1, 2), program=program))
 
 
 @pytest.fixture
-def supervised(config: Config, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+def supervised(
+    config: Config, tmp_path: Path, stack: ExitStack
+) -> Callable[[str], subprocess.Popen[str]]:
     """A supervisor in a process of its own; both workers have begun."""
-    made: list[subprocess.Popen[str]] = []
 
     def start(behaviour: str) -> subprocess.Popen[str]:
-        made.append(parent(PARENT, config, program(behaviour), stderr=subprocess.PIPE))
+        process = parent(PARENT, config, program(behaviour), stderr=subprocess.PIPE)
+        stack.callback(process.communicate)
+        stack.callback(process.kill)
         started = [tmp_path / f"starts-{i}" for i in (1, 2)]
         wait_until(lambda: all(file.exists() and file.read_text() for file in started))
-        return made[-1]
+        return process
 
-    yield start
-    for process in made:
-        process.kill()
-        process.communicate()
+    return start
 
 
 def workers_of(tmp_path: Path) -> list[int]:

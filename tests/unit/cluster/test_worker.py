@@ -51,6 +51,7 @@ from hetero_framework.errors import (
 )
 from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.security import acceptor
+from tests.cases import raising
 from tests.framed import framed
 from tests.installed import needs
 from tests.samples import free_ports
@@ -572,9 +573,7 @@ def test_worker_that_was_measured_waits_for_the_run_that_is_planned(
 
 
 @needs("planner")
-def test_worker_that_the_plan_leaves_out_says_so_and_ends(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_that_the_plan_leaves_out_says_so_and_ends(serve: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(control._handlers, model_allowlist.MEASURE, lambda data: {})
     served = serve()
     coordinator = served.dial().set_up()
@@ -586,9 +585,7 @@ def test_worker_that_the_plan_leaves_out_says_so_and_ends(
     assert any("no layers for it: it is too slow" in line for line in served.said)
 
 
-def test_out_of_memory_in_a_reader_is_reported_as_such(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_in_a_reader_is_reported_as_such(serve: Any, monkeypatch: Any) -> None:
     """Memory that runs out in a reader thread is no broken link."""
 
     def unpack(message: Message, device: Device) -> None:
@@ -770,9 +767,7 @@ def test_worker_that_is_told_to_end_does_not_wait_for_ever(serve: Any, gone: boo
 # ---- where it listens
 
 
-def test_a_loopback_own_name_is_refused_with_a_remote_coordinator(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_loopback_own_name_is_refused_with_a_remote_coordinator(monkeypatch: Any) -> None:
     monkeypatch.setattr(addresses, "resolve", lambda name: ("127.0.1.1",))
     monkeypatch.setattr(addresses, "primary_address", lambda: "192.168.1.20")
     box = [{"id": 1, "ip": "box", "port": 9999, "device": "cpu"}]
@@ -787,9 +782,7 @@ def test_a_loopback_own_name_is_refused_with_a_remote_coordinator(
 
 @pytest.mark.parametrize("phase", [Phase.CLOSED, Phase.READY])
 def test_a_report_that_crosses_a_goodbye_is_no_protocol_error(phase: Phase) -> None:
-    def send(message: Message, done: object) -> None:
-        raise ProtocolError("out of order")
-
+    send = raising(ProtocolError("out of order"))
     worker: Any = SimpleNamespace(_connection=SimpleNamespace(send=send, phase=phase))
     expected = worker_module.LinkGone if phase is Phase.CLOSED else ProtocolError
     with pytest.raises(expected):

@@ -20,6 +20,7 @@ from hetero_framework.core.messages import Bye, Connected, Error, Message, PeerR
 from hetero_framework.engine.hosts import HostEvent
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.errors import NetworkError, PeerLostError, ProtocolError, ResourceError
+from tests.cases import raising
 from tests.framed import framed
 from tests.samples import free_ports
 from tests.unit.cluster.conftest import star
@@ -47,11 +48,7 @@ def test_a_worker_started_here_is_not_reported_as_absent(
 
 def test_no_error_of_dialling_is_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = links()
-
-    def broken(*args: Any, **more: Any) -> Any:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(made, "_open", broken)
+    monkeypatch.setattr(made, "_open", raising(RuntimeError("can't start new thread")))
     with pytest.raises(RuntimeError, match="can't start new thread"):
         made.connect_all()
 
@@ -89,9 +86,7 @@ def test_pair_that_meets_at_two_boundaries_dials_once(monkeypatch: pytest.Monkey
     assert made.direct.open == {frozenset((1, 2)), frozenset((2, 3))}
 
 
-def test_lost_link_between_workers_is_dialled_again_more_and_more_seldom(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_lost_link_between_workers_is_dialled_again_more_and_more_seldom(monkeypatch: Any) -> None:
     made = links()
     ordered: list[Any] = []
     now = 0.0
@@ -166,16 +161,11 @@ def test_worker_is_dialled_for_as_long_as_an_outage_may_last(
     assert all(longest_s - 1.0 <= seconds <= longest_s for seconds in left)
 
 
-def test_worker_that_stays_away_is_given_up_when_its_time_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_worker_that_stays_away_is_given_up_when_its_time_is_over(monkeypatch: Any) -> None:
     made = links(reconnect_timeout_s=0.05)
-
-    def open_(worker: Any, timeout_s: float, *, again: bool) -> Any:
-        raise worker_links._NotOpened("stranger", "it accepts, but says nothing")
-
+    strange = worker_links._NotOpened("stranger", "it accepts, but says nothing")
     monkeypatch.setattr(timeouts, "ANSWER_TICK_S", 0.01)
-    monkeypatch.setattr(made, "_open", open_)
+    monkeypatch.setattr(made, "_open", raising(strange))
     with pytest.raises(PeerLostError, match="worker 1 does not come back: it accepts, but"):
         made.reconnect(1)
 
@@ -186,9 +176,7 @@ def reached(run_id: str | None, closed: bool = False) -> worker_links._Reached:
     return worker_links._Reached(*parts)  # type: ignore[arg-type]
 
 
-def test_an_awaited_worker_counts_only_while_its_link_is_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_awaited_worker_counts_only_while_its_link_is_open(monkeypatch: Any) -> None:
     """Nothing is heard of it before; one that is gone again by then is dialled again."""
     made, answers = links(), [reached("run", closed=True), reached("run")]
     monkeypatch.setattr(made, "_open", lambda *args, **named: answers.pop(0))
@@ -285,12 +273,7 @@ def test_only_a_failure_of_the_present_attempt_is_raised() -> None:
 def test_out_of_memory_on_arrival_is_no_failure_of_the_link() -> None:
     """Raised in the reader thread it would close the link, and be taken for the network's fault."""
     made = links()
-    error = ResourceError("stage 0, BACKWARD of micro-batch 3: out of memory")
-
-    def unpack(message: Message) -> None:
-        raise error
-
-    made._unpack = unpack
+    made._unpack = raising(ResourceError("stage 0, BACKWARD of micro-batch 3: out of memory"))
     made._received(SimpleNamespace(peer=1), Message(connected(2)))  # type: ignore[arg-type]
     with pytest.raises(ResourceError, match="stage 0, BACKWARD of micro-batch 3"):
         made.receive(0)

@@ -77,9 +77,7 @@ def _compose_anew() -> Any:
     forget()
 
 
-def test_a_section_of_an_extra_that_is_not_there_is_said_with_its_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_section_of_an_extra_that_is_not_there_is_said_with_its_name(monkeypatch: Any) -> None:
     without("islands", monkeypatch)
     assert type(Config.from_dict({**PLAIN, "island": None})) is Config
     with pytest.raises(
@@ -94,9 +92,7 @@ def test_a_section_of_an_extra_that_is_not_there_is_said_with_its_name(
 
 
 @whole
-def test_an_objective_of_an_extra_that_is_not_there_is_said_with_its_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_objective_of_an_extra_that_is_not_there_is_said_with_its_name(monkeypatch: Any) -> None:
     without("preferences", monkeypatch)
     with pytest.raises(ConfigError, match=r"^training\.objective: 'dpo' needs the extra 'pref"):
         Config.from_dict({**PLAIN, "training": {"objective": "dpo"}})

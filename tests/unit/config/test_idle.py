@@ -103,9 +103,7 @@ def test_a_setting_may_be_read_by_a_stage_of_the_plan(setting: Any) -> None:
 
 
 @needs("preferences")
-def test_what_a_run_has_written_and_what_is_off_are_no_complaint(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_run_has_written_and_what_is_off_are_no_complaint(monkeypatch: Any) -> None:
     plain = config_of(adapter={})
     assert idle(Config.from_dict(plain.to_dict())) == {}
     assert idle(config_of(training={"rpo_alpha": None, "use_weighting": False, "beta": 0.1})) != {}

@@ -616,9 +616,7 @@ def test_report_to_takes_names_of_the_registry(monkeypatch: pytest.MonkeyPatch) 
     assert {"all", "none", "tensorboard", "tensorbord"} <= {*training["report_to"]["items"]["enum"]}
 
 
-def test_a_reporter_of_an_absent_extra_is_said_with_its_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reporter_of_an_absent_extra_is_said_with_its_name(monkeypatch: Any) -> None:
     kept = {**registry._tables(), "reporters": {}}
     monkeypatch.setattr(registry, "_tables", lambda: kept)
     said = message({**FULL, "training": {"report_to": "wandb"}})

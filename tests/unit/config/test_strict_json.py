@@ -93,9 +93,7 @@ def test_a_long_line_is_shown_around_the_fault() -> None:
     assert shown[marker.index("^")] == "y"
 
 
-def test_a_file_of_unlikely_size_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_unlikely_size_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(strict_json, "MAX_FILE_BYTES", 1 << 20)
     (file := tmp_path / "model.safetensors").write_bytes(b"{}".ljust(1 << 20))
     assert read_object(file) == {}

@@ -14,9 +14,9 @@ LARGE = 16_000_000
 class Wire:
     """Links over one interface that carries `rate` bytes in a second, by a clock of its own."""
 
-    def __init__(self, *, reserves: bool, links: int = 3, rate: float = 100e6) -> None:
-        self.now = 0.0
-        self.rate = rate
+    def __init__(self, *, reserves: bool, links: int = 3, knows: bool = False) -> None:
+        """`knows`: each link has carried one frame alone."""
+        self.now, self.rate = 0.0, 100e6
         self.direction = Direction(reserves, lambda: self.now)
         self.told: list[int] = []
         self.changed: list[int] = []
@@ -24,6 +24,10 @@ class Wire:
             self.direction.slot(self._tell(self.told, k), self._tell(self.changed, k))
             for k in range(links)
         ]
+        for link in self.links if knows else ():
+            assert link.begin(LARGE)
+            self.pass_by((link, 1.0))
+            link.end()
 
     def _tell(self, who: list[int], link: int) -> Callable[[], None]:
         return lambda: who.append(link)
@@ -36,13 +40,6 @@ class Wire:
             for link, share in going:
                 link.moved(int(nbytes / pieces * share))
 
-    def learn(self) -> None:
-        """One frame of each link, alone."""
-        for link in self.links:
-            assert link.begin(LARGE)
-            self.pass_by((link, 1.0))
-            link.end()
-
 
 def test_frames_of_an_unknown_interface_go_at_once() -> None:
     wire = Wire(reserves=True)
@@ -51,14 +48,12 @@ def test_frames_of_an_unknown_interface_go_at_once() -> None:
 
 
 def test_the_rate_of_the_interface_is_learned() -> None:
-    wire = Wire(reserves=True)
-    wire.learn()
+    wire = Wire(reserves=True, knows=True)
     assert wire.links[1].lasts_s(50_000_000) == pytest.approx(0.5)
 
 
 def test_the_link_that_went_longest_ago_gets_the_next_turn() -> None:
-    wire = Wire(reserves=True)
-    wire.learn()
+    wire = Wire(reserves=True, knows=True)
     first, second, third = wire.links
     assert second.begin(LARGE)
     assert not third.begin(LARGE)
@@ -73,8 +68,7 @@ def test_the_link_that_went_longest_ago_gets_the_next_turn() -> None:
 
 
 def test_without_reservations_the_first_link_to_begin_goes() -> None:
-    wire = Wire(reserves=False)
-    wire.learn()
+    wire = Wire(reserves=False, knows=True)
     first, second, third = wire.links
     assert second.begin(LARGE)
     assert first.awaits_room()
@@ -87,8 +81,7 @@ def test_without_reservations_the_first_link_to_begin_goes() -> None:
 
 
 def test_the_next_frame_goes_shortly_before_the_last_one_ends() -> None:
-    wire = Wire(reserves=True)
-    wire.learn()
+    wire = Wire(reserves=True, knows=True)
     first, second, _ = wire.links
     assert first.begin(LARGE)
     assert not second.begin(LARGE)
@@ -99,8 +92,7 @@ def test_the_next_frame_goes_shortly_before_the_last_one_ends() -> None:
 
 
 def test_a_frame_that_is_given_up_loses_its_turn() -> None:
-    wire = Wire(reserves=True)
-    wire.learn()
+    wire = Wire(reserves=True, knows=True)
     first, second, third = wire.links
     assert first.begin(LARGE)
     assert not second.begin(LARGE)
@@ -151,9 +143,8 @@ def test_a_frame_records_its_rate_and_whether_it_was_alone() -> None:
 
 def test_a_link_slow_in_a_full_interface_may_be_quick_alone() -> None:
     """And who is slow in one that is not full leaves room."""
-    wire = Wire(reserves=True, links=2)
+    wire = Wire(reserves=True, links=2, knows=True)
     first, second = wire.links
-    wire.learn()
     for _ in range(8):
         assert first.begin(LARGE)
         assert second.begin(LARGE, waits=False)
@@ -165,9 +156,8 @@ def test_a_link_slow_in_a_full_interface_may_be_quick_alone() -> None:
 
 
 def test_a_link_to_a_slow_peer_leaves_room_for_another() -> None:
-    wire = Wire(reserves=True)
+    wire = Wire(reserves=True, knows=True)
     slow, quick, other = wire.links
-    wire.learn()
     for _ in range(8):  # a tenth of the interface; what was learned before is forgotten
         assert slow.begin(LARGE)
         wire.pass_by((slow, 0.1))
@@ -193,8 +183,7 @@ def test_frames_that_shared_the_interface_count_as_filling_it() -> None:
 
 def test_a_faster_interface_than_was_known_is_found() -> None:
     """Two links of 100 MB/s each on 200 MB/s that have never met: once in a while both go."""
-    wire = Wire(reserves=True, links=2)
-    wire.learn()
+    wire = Wire(reserves=True, links=2, knows=True)
     first, second = wire.links
     waits = 0
     while first.begin(LARGE) and not second.begin(LARGE):
@@ -220,8 +209,7 @@ F1, F2, B0 = (FORWARD, 1), (FORWARD, 2), (BACKWARD, 0)
 
 
 def test_the_planned_link_of_those_that_wait_goes_first() -> None:
-    wire = Wire(reserves=True)
-    wire.learn()
+    wire = Wire(reserves=True, knows=True)
     wire.direction.plan(7, [F1, B0, F2], order_timeout_s=9.0)
     first, second, third = wire.links
     assert third.begin(LARGE, F1)
@@ -234,8 +222,7 @@ def test_the_planned_link_of_those_that_wait_goes_first() -> None:
 
 @pytest.mark.parametrize("reserves", [True, False])
 def test_a_frame_waits_for_another_ones_turn_for_the_timeout_only(reserves: bool) -> None:
-    wire = Wire(reserves=reserves)
-    wire.learn()
+    wire = Wire(reserves=reserves, knows=True)
     wire.direction.plan(7, [F1, B0, F2], order_timeout_s=0.25)
     first, second, _ = wire.links
     assert first.awaits_room(B0)
@@ -250,8 +237,7 @@ def test_a_frame_waits_for_another_ones_turn_for_the_timeout_only(reserves: bool
 
 
 def test_a_link_that_insists_waits_only_for_room() -> None:
-    wire = Wire(reserves=True)
-    wire.learn()
+    wire = Wire(reserves=True, knows=True)
     wire.direction.plan(7, [F1, B0, F2], order_timeout_s=9.0)
     first, second, third = wire.links
     assert not first.begin(LARGE, B0)
@@ -267,8 +253,7 @@ def test_a_link_that_insists_waits_only_for_room() -> None:
 def test_frames_that_came_before_the_plan_of_their_attempt_count() -> None:
     """Another worker may have heard of the step before us; what is left of the last one is not in
     the plan."""
-    wire = Wire(reserves=True)
-    wire.learn()
+    wire = Wire(reserves=True, knows=True)
     first, second, _ = wire.links
     first.went(F1, 7, 0)
     second.went(B0, 6, 3)
@@ -279,8 +264,7 @@ def test_frames_that_came_before_the_plan_of_their_attempt_count() -> None:
 
 
 def test_a_new_plan_releases_frames_that_wait_by_the_old_one() -> None:
-    wire = Wire(reserves=True)
-    wire.learn()
+    wire = Wire(reserves=True, knows=True)
     wire.direction.plan(7, [F1, B0], order_timeout_s=9.0)
     assert not wire.links[2].begin(LARGE, B0)
     wire.direction.plan(8, [], order_timeout_s=0.0)

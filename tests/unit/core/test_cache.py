@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hetero_framework.core.cache import cache_directory, recall, remember
+from hetero_framework.core.threads import in_background
+from tests.cases import raising
 from tests.planting import plant
+from tests.waiting import WAIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +65,8 @@ def test_directory_that_cannot_be_written_is_no_cache(
     remember("verdicts", "q", 1)
     assert recall("verdicts", "q") is None
     cache.unlink()
-
-    def refuse(*args: object) -> None:
-        raise PermissionError(13, "Read-only file system")
-
-    monkeypatch.setattr(os, "replace", refuse)
+    refused = PermissionError(13, "Read-only file system")
+    monkeypatch.setattr(os, "replace", raising(refused))
     remember("verdicts", "q", 1)
     assert recall("verdicts", "q") is None
     assert list((cache / "verdicts").iterdir()) == []
@@ -77,11 +77,8 @@ def test_directory_that_cannot_be_written_is_no_cache(
 
 def test_writers_at_once_leave_one_whole_answer(cache: Path) -> None:
     answers = [list(range(n, n + 2000)) for n in range(8)]
-    threads = [threading.Thread(target=remember, args=("v", "q", a)) for a in answers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    writers = [in_background(partial(remember, "v", "q", a), "write") for a in answers]
+    assert [writer.result(WAIT_S) for writer in writers] == [None] * 8
     assert recall("v", "q") in answers
     assert len(list((cache / "v").iterdir())) == 1
 

@@ -23,6 +23,7 @@ from tests.waiting import WAIT_S
 
 HELLO = m.Hello("run", 1, "p", 1, 1 << 20)
 WELCOME = m.Welcome("2", "cpu", "cpu", 1, 1)
+SET_UP = (HELLO, WELCOME, m.Setup({}, (1,)), m.Ready(()))
 INPUTS = m.Inputs(0, 0, 1, 0, (), {"a": (1,)})
 
 
@@ -147,16 +148,15 @@ def test_other_version_is_refused_with_both_numbers(
     assert far.heard.empty()
 
 
-def test_the_dialled_side_cannot_begin_with_tensors() -> None:
+def test_the_dialled_side_cannot_begin_with_tensors(stack: ExitStack) -> None:
     """Else what listens at a worker's port would have a coordinator take a gigabyte."""
-    with ExitStack() as stack:
-        near, far = over_tcp()
-        stack.callback(far.close)
-        dials = Side(stack, near, COORDINATOR)
-        tensor = WireTensor("int8", (1,), memoryview(b"x"))
-        far.write(deque([memoryview(framed(Message(m.Forward(0, 0, 1, 0), [tensor])))]))
-        assert "FORWARD came before a greeting" in str(dials.end())
-        assert dials.heard.empty()
+    near, far = over_tcp()
+    stack.callback(far.close)
+    dials = Side(stack, near, COORDINATOR)
+    tensor = WireTensor("int8", (1,), memoryview(b"x"))
+    far.write(deque([memoryview(framed(Message(m.Forward(0, 0, 1, 0), [tensor])))]))
+    assert "FORWARD came before a greeting" in str(dials.end())
+    assert dials.heard.empty()
 
 
 class NoMemory(BufferPool):
@@ -198,46 +198,40 @@ def state_sent(stack: ExitStack, data: bytes, *before: Body, flip: int | None = 
     ("before", "text"),
     [
         pytest.param((HELLO, WELCOME), "the worker sends STATE out of order", id="out of order"),
-        pytest.param(
-            (HELLO, WELCOME, m.Setup({}, (1,)), m.Ready(())), "not STATE of", id="not awaited"
-        ),
+        pytest.param(SET_UP, "not STATE of", id="not awaited"),
     ],
 )
 def test_tensors_that_may_not_come_are_refused_without_memory_for_them(
-    before: tuple[Body, ...], text: str, nbytes: int
+    before: tuple[Body, ...], text: str, nbytes: int, stack: ExitStack
 ) -> None:
-    with ExitStack() as stack:
-        dials = state_sent(stack, bytes(nbytes), *before)
-        assert text in str(dials.end())
-        assert text in str(dials.connection.fault)
-        assert dials.heard.empty()
+    dials = state_sent(stack, bytes(nbytes), *before)
+    assert text in str(dials.end())
+    assert text in str(dials.connection.fault)
+    assert dials.heard.empty()
 
 
-def test_header_that_was_damaged_on_the_way_is_no_fault_of_the_peer() -> None:
-    with ExitStack() as stack:
-        # The last byte of the part's number.
-        before = (HELLO, WELCOME, m.Setup({}, (1,)), m.Ready(()))
-        at = framed(Message(m.State(1, "checkpoint", 0, True, (), {}))).index(b"part") + 4
-        dials = state_sent(stack, b"x", *before, flip=at)
-        reason = dials.end()
-        assert isinstance(reason, PeerLostError)
-        assert "a frame arrived damaged (STATE" in reason.message
-        assert dials.connection.fault is None
+def test_header_that_was_damaged_on_the_way_is_no_fault_of_the_peer(stack: ExitStack) -> None:
+    # The last byte of the part's number.
+    at = framed(Message(m.State(1, "checkpoint", 0, True, (), {}))).index(b"part") + 4
+    dials = state_sent(stack, b"x", *SET_UP, flip=at)
+    reason = dials.end()
+    assert isinstance(reason, PeerLostError)
+    assert "a frame arrived damaged (STATE" in reason.message
+    assert dials.connection.fault is None
 
 
-def test_ask_after_another_version_has_answered_says_so() -> None:
+def test_ask_after_another_version_has_answered_says_so(stack: ExitStack) -> None:
     """A worker of another version may have greeted and been refused before it is asked."""
-    with ExitStack() as stack:
-        near, far = over_tcp()
-        stack.callback(far.close)
-        asked_by = Side(stack, near, COORDINATOR)
-        asked_by.connection.peer = 1
-        welcome = m.Welcome("2", "cpu", "cpu", 1, 1, protocol=99, package="9.9")
-        far.write(deque([memoryview(framed(Message(welcome)))]))
-        far.end_writes()
-        asked_by.end()  # it has been refused
-        with pytest.raises(ProtocolError, match="speaks protocol version 99"):
-            asked_by.connection.ask(Message(HELLO), WAIT_S)
+    near, far = over_tcp()
+    stack.callback(far.close)
+    asked_by = Side(stack, near, COORDINATOR)
+    asked_by.connection.peer = 1
+    welcome = m.Welcome("2", "cpu", "cpu", 1, 1, protocol=99, package="9.9")
+    far.write(deque([memoryview(framed(Message(welcome)))]))
+    far.end_writes()
+    asked_by.end()  # it has been refused
+    with pytest.raises(ProtocolError, match="speaks protocol version 99"):
+        asked_by.connection.ask(Message(HELLO), WAIT_S)
 
 
 def test_send_out_of_order_is_our_own_bug(sides: tuple[Side, Side]) -> None:
@@ -265,8 +259,8 @@ def test_counters_go_on_over_a_new_link() -> None:
             assert stats.bytes_out == round_number * size
 
 
-def received(body: m.Control | m.Loss) -> Message:
-    return m.decode(b"".join(m.encode(Message(body))))
+def received(body: m.Control | m.Loss, *tensors: WireTensor) -> Message:
+    return m.decode(b"".join(m.encode(Message(body, tensors))))
 
 
 def test_waiting_messages_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,14 +288,11 @@ def test_waiting_messages_are_bounded_by_the_memory_of_fields() -> None:
 
 
 def test_waiting_messages_are_bounded_by_tensor_bytes() -> None:
-    def message() -> Message:
-        tensor = WireTensor("uint8", (100,), memoryview(bytes(100)))
-        return m.decode(b"".join(m.encode(Message(m.Control("x"), (tensor,)))))
-
+    tensor = WireTensor("uint8", (100,), memoryview(bytes(100)))
     link = Waiting()
     link.most_tensor_bytes = 150 << 20
-    link.came(message())
+    link.came(received(m.Control("x"), tensor))
     link.most_tensor_bytes = 150
     with pytest.raises(ProtocolError, match="MiB of tensors wait"):
-        link.came(message())
+        link.came(received(m.Control("x"), tensor))
     assert (link.messages, link.tensor_bytes) == (1, 100)

@@ -11,17 +11,16 @@ import pytest
 from hetero_framework.core import dial
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.errors import NetworkError
+from tests.cases import raising
+from tests.samples import free_ports
 from tests.waiting import WAIT_S
 
 
 def test_the_error_for_a_port_in_use_names_the_address() -> None:
-    with (
-        closing(Listener("127.0.0.1", 0)) as first,
-        pytest.raises(
-            NetworkError, match=rf"127.0.0.1:{first.port}: the port is in use\n.*\"port\""
-        ),
-    ):
-        Listener("127.0.0.1", first.port)
+    with closing(Listener("127.0.0.1", 0)) as first:
+        said = rf"127.0.0.1:{first.port}: the port is in use\n.*\"port\""
+        with pytest.raises(NetworkError, match=said):
+            Listener("127.0.0.1", first.port)
 
 
 def test_port_can_be_taken_again_after_a_connection(stack: ExitStack) -> None:
@@ -78,8 +77,7 @@ def test_accept_ends_when_closed() -> None:
 
 
 def test_connect_waits_for_a_listener_that_starts_later(stack: ExitStack) -> None:
-    with closing(Listener("127.0.0.1", 0)) as probe:
-        port = probe.port
+    (port,) = free_ports(1)
     started: list[Listener] = []
     retries: list[tuple[int, float, str]] = []
 
@@ -95,8 +93,7 @@ def test_connect_waits_for_a_listener_that_starts_later(stack: ExitStack) -> Non
 
 
 def test_a_refused_connect_names_peer_address_time_and_advice() -> None:
-    with closing(Listener("127.0.0.1", 0)) as probe:
-        port = probe.port
+    (port,) = free_ports(1)
     with pytest.raises(NetworkError) as caught:
         connect("127.0.0.1", port, 0.3, who="worker 2")
     assert f"cannot reach worker 2 at 127.0.0.1:{port}: the machine answers" in str(caught.value)
@@ -112,11 +109,7 @@ def test_connect_failures_have_different_texts(monkeypatch: pytest.MonkeyPatch) 
         OSError(101, "Network is unreachable"),
         OSError(5, "Input/output error"),
     ):
-
-        def fail(*args: Any, error: OSError = error, **options: Any) -> socket.socket:
-            raise error
-
-        monkeypatch.setattr(socket, "create_connection", fail)
+        monkeypatch.setattr(socket, "create_connection", raising(error))
         with pytest.raises(NetworkError) as caught:
             connect("box", 9999, 0.05)
         texts.add(str(caught.value).partition("(tried")[0])
@@ -130,16 +123,13 @@ def test_connect_to_a_name_that_cannot_be_encoded_says_it_is_not_known(host: str
 
 
 def test_connect_can_be_stopped() -> None:
-    with closing(Listener("127.0.0.1", 0)) as probe:
-        port = probe.port
+    (port,) = free_ports(1)
     stop = threading.Event()
     with pytest.raises(NetworkError):
         connect("127.0.0.1", port, 600, lambda *retry: stop.set(), stop=stop)
 
 
-def test_accept_that_the_system_cannot_serve_leaves_the_listener_usable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_accept_that_the_system_cannot_serve_leaves_the_listener_usable(monkeypatch: Any) -> None:
     with closing(Listener("127.0.0.1", 0)) as listener:
         real = listener._socket
 

@@ -203,9 +203,7 @@ def flood(connection: Connection, message: Message) -> None:
 
 
 @pytest.mark.parametrize(("role", "phase"), everywhere())
-def test_a_flood_of_any_message_is_bounded(
-    role: str, phase: Enum, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flood_of_any_message_is_bounded(role: str, phase: Enum, monkeypatch: Any) -> None:
     """Its owner is given no more than may wait, or the second one is out of order."""
     monkeypatch.setattr("hetero_framework.core.connection.MOST_MESSAGES", MOST)
     for kind in legal(ROLES[role], phase):

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,8 +28,10 @@ from hetero_framework.core.link import Link
 from hetero_framework.core.messages import Control, Forward, Heartbeat, Message, decode
 from hetero_framework.core.send_queue import CHECKSUM_BYTES, VOID
 from hetero_framework.core.stream import PlainStream
+from hetero_framework.core.threads import in_background
 from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.errors import HeteroError, OutOfMemory, PeerLostError, ProtocolError
+from tests.cases import raising
 from tests.fault_proxy import FaultProxy
 from tests.framed import framed
 from tests.waiting import WAIT_S, wait_until
@@ -91,6 +94,12 @@ def end(stack: ExitStack, sock: socket.socket, name: str = "peer", **options: An
     made = End(sock, name, **options)
     stack.callback(made.link.close, 0.0)
     return made
+
+
+def against(stack: ExitStack, name: str = "peer", **options: Any) -> tuple[socket.socket, End]:
+    """A bare socket, and the link at its other end."""
+    bare, own = sockets(stack)
+    return bare, end(stack, own, name, **options)
 
 
 def pair(stack: ExitStack, **options: Any) -> tuple[End, End]:
@@ -182,9 +191,7 @@ def test_many_tensors_pass_the_limit_of_one_system_call(stack: ExitStack) -> Non
     assert [t.data[0] for t in received] == [i % 256 for i in range(3000)]
 
 
-def test_without_sendmsg_the_same_bytes_travel(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_sendmsg_the_same_bytes_travel(stack: ExitStack, monkeypatch: Any) -> None:
     monkeypatch.setattr(stream_module, "_HAS_SENDMSG", False)
     monkeypatch.setattr(stream_module, "_CAN_TRY", False)
     a, b = pair(stack)
@@ -272,11 +279,8 @@ def test_slow_reader_holds_the_sender_back(stack: ExitStack) -> None:
     assert [m.body.data for m in b.take(10)] == list(range(10))
 
 
-def test_no_more_than_the_bound_waits_in_the_queue(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    near, _far = sockets(stack)
-    a = end(stack, near, max_queue_bytes=1_000_000)
+def test_no_more_than_the_bound_waits_in_the_queue(stack: ExitStack, monkeypatch: Any) -> None:
+    _, a = against(stack, max_queue_bytes=1_000_000)
     a.link.send(control(30_000_000))  # nobody reads it, and it may pass alone
     waiting, wait = threading.Event(), a.link._room.wait
     monkeypatch.setattr(a.link._room, "wait", lambda timeout: (waiting.set(), wait(timeout)))
@@ -285,19 +289,17 @@ def test_no_more_than_the_bound_waits_in_the_queue(
         with contextlib.suppress(PeerLostError):
             a.link.send(control(1))
 
-    sender = threading.Thread(target=send)
-    sender.start()
+    sending = in_background(send, "send")
     assert waiting.wait(WAIT_S)
     a.link.end(drain_s=0)
-    sender.join(WAIT_S)
+    sending.result(WAIT_S)
 
 
 def test_blocked_sender_waits_in_slices_and_is_freed_when_the_link_ends(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In slices, since on Windows Ctrl-C interrupts no wait without an end (L13)."""
-    near, far = sockets(stack)
-    a = end(stack, near, max_queue_bytes=1000)
+    far, a = against(stack, max_queue_bytes=1000)
     waits: list[float | None] = []
     wait = a.link._room.wait
 
@@ -494,10 +496,7 @@ def test_frame_too_large_for_the_receiver_ends_the_source(stack: ExitStack) -> N
 
 
 def test_error_of_the_route_is_the_reason(relay: Relay) -> None:
-    def refuse(message: Message) -> Link:
-        raise ProtocolError("FORWARD out of order")
-
-    relay.to = refuse
+    relay.to = raising(ProtocolError("FORWARD out of order"))
     relay.source_socket.sendall(framed(control(3000)))
     assert str(relay.into.reason()) == "sender: FORWARD out of order"
 
@@ -518,14 +517,12 @@ def test_link_that_closes_does_not_wait_for_a_stalled_source(relay: Relay) -> No
     relay.source_socket.sendall(frame[:200_000])
     begun = receive_exactly(relay.target_socket, 50_000)
     relay.out.link.send(control(0, 9))
-    closing = threading.Thread(target=relay.out.link.close, args=(2 * WAIT_S,))
-    closing.start()
+    closing = in_background(lambda: relay.out.link.close(2 * WAIT_S), "close")
     rest = receive_exactly(relay.target_socket, len(frame) - len(begun))
     assert (begun + rest)[200_001:] == bytes(len(frame) - 200_001 - CHECKSUM_BYTES) + VOID
     assert receive_exactly(relay.target_socket, len(framed(control(0, 9))))
     relay.target_socket.close()
-    closing.join(WAIT_S)
-    assert not closing.is_alive()
+    closing.result(WAIT_S)
     assert relay.out.reason() is None
     relay.source_socket.sendall(frame[200_000:] + framed(control(0, 2)))
     assert relay.into.take()[0].body.data == 2
@@ -594,6 +591,11 @@ def test_frame_may_go_back_where_it_came_from(relay: Relay) -> None:
     assert receive_exactly(relay.source_socket, len(frame)) == frame
 
 
+def send_all(sock: socket.socket, pieces: list[bytes]) -> None:
+    for piece in pieces:
+        sock.sendall(piece)
+
+
 def test_two_sources_to_one_receiver_keep_their_frames_whole(stack: ExitStack) -> None:
     outward, far = sockets(stack)
     out, target = end(stack, outward, "receiver"), end(stack, far, "relay")
@@ -606,19 +608,13 @@ def test_two_sources_to_one_receiver_keep_their_frames_whole(stack: ExitStack) -
         stream = b"".join(framed(control(n, name + k)) for k, n in enumerate(sizes))
         cuts = sorted(rng.randrange(len(stream)) for _ in range(40))
         pieces = [stream[a:b] for a, b in pairwise([0, *cuts, len(stream)])]
-
-        def produce(near: socket.socket = near, pieces: list[bytes] = pieces) -> None:
-            for piece in pieces:
-                near.sendall(piece)
-
-        senders.append(threading.Thread(target=produce))
-    for sender in senders:
-        sender.start()
+        senders.append((near, pieces))
+    sending = [in_background(partial(send_all, *sender), "send") for sender in senders]
     for number in range(20):
         out.link.send(control(0, 2000 + number))
     received = target.take(140)
-    for sender in senders:
-        sender.join(WAIT_S)
+    for sender in sending:
+        sender.result(WAIT_S)
     for name, count in ((0, 60), (1000, 60), (2000, 20)):
         numbers = [m.body.data for m in received if name <= m.body.data < name + 1000]
         assert numbers == list(range(name, name + count))
@@ -647,8 +643,7 @@ def test_close_drains_and_ends_both_sides(stack: ExitStack) -> None:
 
 
 def test_a_link_that_ends_takes_no_more_and_hands_on_no_more(stack: ExitStack) -> None:
-    near, far = sockets(stack)
-    a = end(stack, near)
+    far, a = against(stack)
     a.link.send(control(30_000_000))  # nobody reads it yet
     a.link.end(drain_s=WAIT_S)
     assert a.link.closed
@@ -712,8 +707,7 @@ def test_close_does_not_wait_for_a_handler_that_hangs(
 def test_end_without_drain_does_not_wait_for_a_peer_that_does_not_read(
     stack: ExitStack, way: str
 ) -> None:
-    near, _far = sockets(stack)
-    a = end(stack, near)
+    _, a = against(stack)
     given_back = threading.Event()
     a.link.send(control(30_000_000), given_back.set)
     started = time.monotonic()
@@ -735,11 +729,7 @@ def test_an_error_of_the_handler_ends_the_link_with_its_cause(
     error: Exception, kind: type[HeteroError], said: str, stack: ExitStack
 ) -> None:
     a, b = pair(stack)
-
-    def fail(message: Message) -> None:
-        raise error
-
-    b.on_message = fail
+    b.on_message = raising(error)
     a.link.send(control())
     reason = b.reason()
     assert type(reason) is kind
@@ -749,8 +739,7 @@ def test_an_error_of_the_handler_ends_the_link_with_its_cause(
 
 
 def test_peer_that_beats_but_does_not_read_is_lost_and_named(stack: ExitStack) -> None:
-    near, far = sockets(stack)
-    a = end(stack, near, "worker 3", send_s=0.3, max_queue_bytes=1 << 20)
+    far, a = against(stack, "worker 3", send_s=0.3, max_queue_bytes=1 << 20)
     stop = threading.Event()
 
     def beat() -> None:
@@ -758,14 +747,13 @@ def test_peer_that_beats_but_does_not_read_is_lost_and_named(stack: ExitStack) -
             while not stop.wait(0.05):
                 far.sendall(framed(Message(Heartbeat())))
 
-    beats = threading.Thread(target=beat)
-    beats.start()
+    beats = in_background(beat, "beat")
     large = control(40_000_000)
     a.link.send(large)
     with pytest.raises(PeerLostError, match=r"worker 3 is alive, but has read nothing for 0 s"):
         a.link.send(large)
     stop.set()
-    beats.join(WAIT_S)
+    beats.result(WAIT_S)
     assert isinstance(a.reason(), PeerLostError)
 
 
@@ -789,8 +777,7 @@ def test_flipped_bit_is_noticed_behind_a_relay(relay: Relay, stack: ExitStack) -
 
 
 def test_void_frame_is_dropped(stack: ExitStack) -> None:
-    near, far = sockets(stack)
-    b = end(stack, far)
+    near, b = against(stack)
     near.sendall(framed(control(5000, 1))[:-CHECKSUM_BYTES] + VOID + framed(control(5000, 2)))
     assert b.take()[0].body.data == 2
     assert len(b.messages) == 1
@@ -801,8 +788,7 @@ FRAME = framed(control(40, 1))
 
 @pytest.mark.parametrize("count", range(len(FRAME) + 1))
 def test_connection_cut_at_any_byte_gives_no_partial_message(count: int, stack: ExitStack) -> None:
-    near, far = sockets(stack)
-    b = end(stack, far)
+    near, b = against(stack)
     near.sendall(FRAME + FRAME[:count])
     near.close()
     reason = b.reason()
@@ -918,8 +904,7 @@ def test_pongs_without_a_ping_change_nothing(stack: ExitStack) -> None:
 
 @pytest.mark.parametrize("signal", [Heartbeat(ping=1.0), m.AskTurn(1 << 20, 2)])
 def test_peer_that_does_not_read_gets_few_answers(signal: m.Signal, stack: ExitStack) -> None:
-    near, far = sockets(stack)
-    b = end(stack, far, max_queue_bytes=1000)
+    near, b = against(stack, max_queue_bytes=1000)
     b.link.send(control(30_000_000))  # nobody reads it
     size = b.link._queue.nbytes
     question = framed(Message(signal))
@@ -961,15 +946,13 @@ BEGUN = LARGE[: len(LARGE) - 300_000 - 2 - CHECKSUM_BYTES + PIECE_BYTES]
 def test_only_a_whole_heartbeat_may_stand_inside_of_a_frame(
     between: bytes, said: str, stack: ExitStack
 ) -> None:
-    near, far = sockets(stack)
-    receiver = end(stack, far)
+    near, receiver = against(stack)
     near.sendall(BEGUN + between)
     assert said in str(receiver.reason())
 
 
 def test_heartbeat_inside_of_a_frame_is_answered_at_once(stack: ExitStack) -> None:
-    near, far = sockets(stack)
-    receiver = end(stack, far)
+    near, receiver = against(stack)
     pong = framed(Message(Heartbeat(pong=1.0, at=0.0)))
     near.sendall(BEGUN + INSIDE + framed(Message(Heartbeat(ping=1.0))))
     answer = receive_exactly(near, len(pong))
@@ -1080,9 +1063,7 @@ def test_a_missing_frame_is_waited_for_up_to_the_timeout(meeting: SessionStart) 
     assert time.monotonic() - began < timeouts.TURN_S
 
 
-def test_a_frame_that_arrives_slowly_asks_for_a_turn(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frame_that_arrives_slowly_asks_for_a_turn(stack: ExitStack, monkeypatch: Any) -> None:
     """As the receiver has said of an earlier one, which shared its network."""
     monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)
     sender, receiver = pair(stack)
@@ -1144,15 +1125,13 @@ def test_a_frame_is_written_no_faster_than_the_network_took_those_before(stack: 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /"])
 def test_http_at_the_port_is_named(data: bytes, stack: ExitStack) -> None:
-    near, far = sockets(stack)
-    b = end(stack, far, "10.0.0.9")
+    near, b = against(stack, "10.0.0.9")
     near.sendall(data)
     assert str(b.reason()) == "10.0.0.9: not a hetero peer (got 'GET /')"
     assert isinstance(b.reason(), ProtocolError)
 
 
 def test_silent_connection_misses_the_handshake(stack: ExitStack) -> None:
-    near, far = sockets(stack)
-    b = end(stack, far, handshake_s=0.2)
+    near, b = against(stack, handshake_s=0.2)
     near.sendall(b"\x00")
     assert "did not complete the handshake in 0.2 s" in str(b.reason())

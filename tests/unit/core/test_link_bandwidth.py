@@ -13,9 +13,12 @@ FRAME = 10 * PIECE
 class Writer:
     """Writes frames as `SendPacing` lets it, by a clock of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *rates: float) -> None:
+        """These were reported of frames that went alone."""
         self.now = 100.0
         self.pace = SendPacing(lambda: self.now)
+        for rate in rates:
+            self.pace.heard(rate, alone=True)
 
     def frame(self, pieces: int = 10) -> float:
         """Write one, a piece at once; seconds until the last of it was written."""
@@ -32,20 +35,15 @@ def test_frames_are_not_paced_before_a_rate_is_known() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
 def test_an_impossible_rate_is_ignored(rate: float) -> None:
-    writer = Writer()
-    writer.pace.heard(rate, alone=True)
-    assert writer.frame() == 0.0
+    assert Writer(rate).frame() == 0.0
 
 
 def test_pieces_are_written_a_little_faster_than_they_arrive() -> None:
-    writer = Writer()
-    writer.pace.heard(1e6, alone=True)  # a piece in 0.1 s
-    assert writer.frame() == pytest.approx(0.9 / 1.05, abs=0.003)
+    assert Writer(1e6).frame() == pytest.approx(0.9 / 1.05, abs=0.003)
 
 
 def test_the_next_frame_begins_when_the_last_one_is_nearly_there() -> None:
-    writer = Writer()
-    writer.pace.heard(1e6, alone=True)
+    writer = Writer(1e6)
     began = writer.now
     for _ in range(5):
         writer.frame()
@@ -54,22 +52,16 @@ def test_the_next_frame_begins_when_the_last_one_is_nearly_there() -> None:
 
 
 def test_short_frames_are_not_paced() -> None:
-    writer = Writer()
-    writer.pace.heard(FRAME / 0.009, alone=True)
-    assert writer.frame() == 0.0
+    assert Writer(FRAME / 0.009).frame() == 0.0
 
 
 @pytest.mark.parametrize(("rate", "paced"), [(1.9e8, True), (2.1e8, False)])
 def test_a_fast_network_is_left_to_itself(rate: float, paced: bool) -> None:
-    writer = Writer()
-    writer.pace.heard(rate, alone=True)
-    assert (writer.frame(pieces=100) > 0) is paced
+    assert (Writer(rate).frame(pieces=100) > 0) is paced
 
 
 def test_the_fastest_of_the_last_frames_counts() -> None:
-    writer = Writer()
-    for rate in (2e6, 1e6):
-        writer.pace.heard(rate, alone=True)
+    writer = Writer(2e6, 1e6)
     assert writer.frame() == pytest.approx(0.45 / 1.05, abs=0.003)
     for _ in range(8):
         writer.pace.heard(1e6, alone=True)
@@ -78,8 +70,7 @@ def test_the_fastest_of_the_last_frames_counts() -> None:
 
 
 def test_a_late_writer_catches_up_little() -> None:
-    writer = Writer()
-    writer.pace.heard(1e6, alone=True)
+    writer = Writer(1e6)
     writer.pace.wrote(PIECE, FRAME, is_last=False)
     writer.now += 5.0
     assert writer.pace.pause_s() == 0.0
@@ -88,8 +79,7 @@ def test_a_late_writer_catches_up_little() -> None:
 
 
 def test_no_pause_is_longer_than_a_second() -> None:
-    writer = Writer()
-    writer.pace.heard(1e-6, alone=True)
+    writer = Writer(1e-6)
     writer.pace.wrote(PIECE, FRAME, is_last=False)
     assert writer.pace.pause_s() <= 1.0
 

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,9 @@ def base(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def meet(tmp_path: Path) -> Iterator[Callable[[], tuple[Stream, Stream]]]:
+def meet(tmp_path: Path, stack: ExitStack) -> Callable[[], tuple[Stream, Stream]]:
     """The streams of the dialler and of the acceptor."""
     keys = keys_of(tmp_path, "local", 1)
-    streams: list[Stream] = []
 
     def met() -> tuple[Stream, Stream]:
         near, far = socket.socketpair()
@@ -54,15 +54,13 @@ def meet(tmp_path: Path) -> Iterator[Callable[[], tuple[Stream, Stream]]]:
         client = tls.context(keys.bundle("local"), server=False)
         try:
             dialled = tls.dial(PlainStream(far), client, lambda *_: None, {}, "worker 1")
-            streams.append(dialled)
+            stack.callback(dialled.close)
         finally:
             if accepted.exception(WAIT_S) is None:
-                streams.append(accepted.result())
+                stack.callback(accepted.result().close)
         return dialled, accepted.result()
 
-    yield met
-    for stream in streams:
-        stream.close()
+    return met
 
 
 def passes(one: Stream, other: Stream) -> bool:
@@ -115,9 +113,7 @@ def test_it_can_be_switched_off(meet: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("who", ["the listener", "the one that comes"])
-def test_another_user_stays_with_tls(
-    who: str, meet: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_user_stays_with_tls(who: str, meet: Any, monkeypatch: Any, caplog: Any) -> None:
     caplog.set_level(logging.INFO)
     users = itertools.chain([os.geteuid()] * (who != "the listener"), itertools.repeat(4321))
     monkeypatch.setattr(same_machine, "_user", lambda sock: next(users))
@@ -214,9 +210,7 @@ def test_a_note_of_another_form_is_no_offer(said: Any, base: Path) -> None:
     assert (tls_.sent, list(base.iterdir())) == ([], [])
 
 
-def test_without_a_place_for_the_socket_tls_stays(
-    meet: Any, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_place_for_the_socket_tls_stays(meet: Any, base: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base / ("long" * 40)))
     assert isinstance(meet()[0], TlsStream)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 
 import pytest
 
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import Bye, Forward, Message
 from hetero_framework.core.spans import FORWARD, RECEIVE, Recorder
+from hetero_framework.core.threads import in_background
+from tests.waiting import WAIT_S
 
 
 def recorded(steps: int, first: int = 0, count: int = 6, every: int = 0) -> list[int]:
@@ -143,9 +145,6 @@ def test_spans_of_several_threads_are_all_kept() -> None:
         for number in range(500):
             recorder.span(FORWARD, stage, number, 0.0, 1.0)
 
-    threads = [threading.Thread(target=work, args=(stage,)) for stage in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for working in [in_background(partial(work, stage), "work") for stage in range(4)]:
+        working.result(WAIT_S)
     assert len(recorder.take()) == 2000

@@ -113,11 +113,12 @@ def test_other_clusters_do_not_trust_each_other(context: Any) -> None:
         found.result(WAIT_S)
 
 
-def stranger_context(**settings: Any) -> ssl.SSLContext:
+def stranger_context(*, alpn: bool = True, **settings: Any) -> ssl.SSLContext:
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     made.check_hostname = False
     made.verify_mode = ssl.CERT_NONE
-    made.set_alpn_protocols([tls.ALPN])
+    if alpn:
+        made.set_alpn_protocols([tls.ALPN])
     for name, value in settings.items():
         setattr(made, name, value)
     return made
@@ -134,17 +135,9 @@ def in_tls(made: ssl.SSLContext) -> Peer:
     return peer
 
 
-def with_keys_of(folder: Path, of: str) -> ssl.SSLContext:
-    made = stranger_context()
+def with_keys(folder: Path, of: str = "own", *, alpn: bool = True) -> ssl.SSLContext:
+    made = stranger_context(alpn=alpn)
     made.load_cert_chain(keys_of(folder, "local", of=of).bundle("local"))
-    return made
-
-
-def without_alpn(folder: Path) -> ssl.SSLContext:
-    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    made.check_hostname = False
-    made.verify_mode = ssl.CERT_NONE
-    made.load_cert_chain(keys_of(folder, "local").bundle("local"))
     return made
 
 
@@ -157,8 +150,8 @@ STRANGERS: dict[str, tuple[Callable[[Path], Peer], str]] = {
         "does not speak TLS 1.3",
     ),
     "no certificate": (lambda _: in_tls(stranger_context()), "shows no certificate"),
-    "other cluster": (lambda folder: in_tls(with_keys_of(folder, "other")), "another cluster"),
-    "other protocol": (lambda folder: in_tls(without_alpn(folder)), "another protocol"),
+    "other cluster": (lambda folder: in_tls(with_keys(folder, "other")), "another cluster"),
+    "other protocol": (lambda folder: in_tls(with_keys(folder, alpn=False)), "another protocol"),
     "hangs up": (lambda _: lambda s: s.shutdown(socket.SHUT_WR), "ended the connection"),
 }
 
@@ -177,8 +170,17 @@ def test_a_silent_peer_times_out(context: Any, monkeypatch: Any) -> None:
     assert isinstance(error, TimeoutError)
 
 
-@pytest.mark.parametrize("kind", ["text", "TLS 1.2", "no answer"])
-def test_the_dialler_reports_the_kind_of_peer(kind: str, context: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("text", IdentityError, "worker 1 does not speak TLS"),
+        ("TLS 1.2", IdentityError, "worker 1 does not speak TLS 1.3"),
+        ("no answer", OSError, "handshake"),
+    ],
+)
+def test_the_dialler_reports_the_kind_of_peer(
+    kind: str, error: type[Exception], words: str, context: Any
+) -> None:
     near, far = socket.socketpair()
     near.settimeout(WAIT_S)
 
@@ -194,12 +196,6 @@ def test_the_dialler_reports_the_kind_of_peer(kind: str, context: Any) -> None:
                 near.recv(1)
 
     served = in_background(serve, "serve")
-    expected: dict[str, tuple[type[Exception], str]] = {
-        "text": (IdentityError, "worker 1 does not speak TLS"),
-        "TLS 1.2": (IdentityError, "worker 1 does not speak TLS 1.3"),
-        "no answer": (OSError, "handshake"),
-    }
-    error, words = expected[kind]
     with pytest.raises(error, match=words):
         tls.dial(PlainStream(far), context("local", server=False), admit_all, {}, "worker 1")
     served.exception(WAIT_S)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -64,16 +64,13 @@ class Opened:
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[[Any], Opened]]:
-    made: list[Opened] = []
-
+def opened(stack: ExitStack) -> Callable[[Any], Opened]:
     def open_for(access: Any) -> Opened:
-        made.append(Opened(access))
-        return made[-1]
+        made = Opened(access)
+        stack.callback(made.close)
+        return made
 
-    yield open_for
-    for each in made:
-        each.close()
+    return open_for
 
 
 def test_slow_handshakes_do_not_delay_others(opened: Any, logged: list[str]) -> None:

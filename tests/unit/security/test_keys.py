@@ -19,6 +19,7 @@ from hetero_framework.errors import IdentityError, ResourceError
 from hetero_framework.security import authority as x509
 from hetero_framework.security import certificates
 from hetero_framework.security.keys import LOCK, MAX_REVOKED, REVOKED, KeyDirectory, serials, texts
+from tests.cases import raising
 from tests.certificates import keys_of
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such modes")
@@ -257,12 +258,8 @@ def test_disk_that_is_full_leaves_the_revoked_machine_revoked(
     before = {file.name: file.read_bytes() for file in keys.path.iterdir()}
     if not exchanges:
         monkeypatch.setattr(files, "_exchange", lambda one, other: False)
-
-    def full(file: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
+        patched.setattr(os, "fsync", raising(OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(ResourceError, match=r"cannot write .*keys: No space left"):
             certificates.rotate(keys)
     assert {file.name: file.read_bytes() for file in keys.path.iterdir()} == before
