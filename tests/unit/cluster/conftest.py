@@ -1,19 +1,26 @@
-"""Configurations of the loopback, and a worker in miniature."""
+"""Configurations of the loopback, a worker in miniature, and who calls a real one."""
 
 from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from hetero_framework.config import Config
+from hetero_framework.core.dial import connect
+from hetero_framework.core.link import Link
+from hetero_framework.core.messages import Body, Log, Message
+from hetero_framework.errors import HeteroError
 from tests.samples import free_ports
+from tests.waiting import WAIT_S
 
 
 def star(
@@ -69,3 +76,37 @@ def parent(
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         **options,
     )
+
+
+B = TypeVar("B", bound=Body)
+
+
+class Caller:
+    """The other end of a process's link."""
+
+    def __init__(self, port: int, stack: ExitStack) -> None:
+        self.inbox: queue.SimpleQueue[Message | HeteroError | None] = queue.SimpleQueue()
+        stream = connect("127.0.0.1", port, WAIT_S)
+        self.link = Link(stream, "peer", self.inbox.put, self.inbox.put)
+        self.link.start()
+        stack.callback(self.link.close, 0)
+
+    def send(self, body: Body) -> None:
+        self.link.send(Message(body))
+
+    def next(self) -> Message:
+        """What comes next, lines for the screen aside."""
+        while True:
+            message = self.inbox.get(timeout=WAIT_S)
+            assert isinstance(message, Message), message
+            if not isinstance(message.body, Log):
+                return message
+
+    def expect(self, kind: type[B]) -> B:
+        return self.next().expect(kind)
+
+    def ends(self) -> HeteroError | None:
+        """Why its link is over."""
+        end = self.inbox.get(timeout=WAIT_S)
+        assert not isinstance(end, Message), end.name
+        return end

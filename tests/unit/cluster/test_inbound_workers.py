@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-import queue
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.core import addresses
 from hetero_framework.core import messages as m
-from hetero_framework.core.dial import connect
-from hetero_framework.core.link import Link
 from hetero_framework.core.messages import Body, Message
 from hetero_framework.core.threads import in_background
-from hetero_framework.errors import HeteroError, NetworkError
+from hetero_framework.errors import NetworkError
 from tests.framed import framed
 from tests.samples import free_ports
-from tests.unit.cluster.conftest import star
+from tests.unit.cluster.conftest import Caller, star
 from tests.waiting import WAIT_S
 
-B = TypeVar("B", bound=Body)
 WELCOME = m.Welcome("2.13.0", "cpu", "CPU", 8, 7)
-
-
-class Caller:
-    """A worker's end of a link that it has dialled."""
-
-    def __init__(self, port: int, said: Body) -> None:
-        self.inbox: queue.SimpleQueue[Message | HeteroError | None] = queue.SimpleQueue()
-        stream = connect("127.0.0.1", port, WAIT_S)
-        self.link = Link(stream, "coordinator", self.inbox.put, self.inbox.put)
-        self.link.start()
-        self.send(said)
-
-    def send(self, body: Body) -> None:
-        self.link.send(Message(body))
-
-    def hears(self, kind: type[B]) -> B:
-        message = self.inbox.get(timeout=WAIT_S)
-        assert isinstance(message, Message), message
-        return message.expect(kind)
-
-    def ends(self) -> HeteroError | None:
-        """Why its link is over."""
-        end = self.inbox.get(timeout=WAIT_S)
-        assert not isinstance(end, Message), end.name
-        return end
 
 
 @pytest.fixture
@@ -73,8 +44,8 @@ def links(stack: ExitStack) -> WorkerLinks:
 @pytest.fixture
 def call(stack: ExitStack, links: WorkerLinks) -> Callable[[Body], Caller]:
     def dial(said: Body) -> Caller:
-        made = Caller(links._config.coordinator.port, said)
-        stack.callback(made.link.close, 0)
+        made = Caller(links._config.coordinator.port, stack)
+        made.send(said)
         return made
 
     return dial
@@ -83,7 +54,7 @@ def call(stack: ExitStack, links: WorkerLinks) -> Callable[[Body], Caller]:
 def served(links: WorkerLinks, caller: Caller) -> m.Welcome:
     """Have the run take its worker 1, which answers."""
     found: Future[dict] = in_background(links.connect_all, "connect")
-    hello = caller.hears(m.Hello)
+    hello = caller.expect(m.Hello)
     assert (hello.run_id, hello.worker_id) == ("run", 1)
     caller.send(WELCOME)
     return found.result(WAIT_S)[1]
@@ -102,24 +73,24 @@ def test_only_the_process_that_has_the_link_may_call_again(
     first = call(m.Call(1, "p"))
     served(links, first)
     second = call(m.Call(1, "another"))
-    refused = second.hears(m.Reject)
+    refused = second.expect(m.Reject)
     assert refused.code == "busy"
     assert "worker 1 is connected from 127.0.0.1" in refused.message
     again = call(m.Call(1, "p"))
     first.ends()  # it has lost this one, whatever this machine thinks
     found = in_background(lambda: links.reconnect(1), "reconnect")
-    again.hears(m.Hello)
+    again.expect(m.Hello)
     again.send(replace(WELCOME, run_id="run"))
     assert found.result(WAIT_S) is True
 
 
 def test_an_unexpected_worker_is_refused_with_the_expected_ids(call: Any) -> None:
-    refused = call(m.Call(7, "p")).hears(m.Reject)
+    refused = call(m.Call(7, "p")).expect(m.Reject)
     assert refused.message == "no worker 7 is expected to dial (these are: 1, 2)"
 
 
 def test_worker_of_another_version_is_told_so(call: Callable[[Body], Caller]) -> None:
-    assert call(m.Call(1, "p", protocol=2)).hears(m.Reject).code == "protocol"
+    assert call(m.Call(1, "p", protocol=2)).expect(m.Reject).code == "protocol"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +114,7 @@ def test_second_call_on_one_connection_is_out_of_order(
 ) -> None:
     caller = call(m.Call(1, "p"))
     caller.send(m.Call(1, "p"))
-    assert "CALL out of order" in caller.hears(m.Error).message
+    assert "CALL out of order" in caller.expect(m.Error).message
 
 
 def test_run_says_where_a_worker_should_have_called(links: WorkerLinks) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from hetero_framework.cluster.restart_policy import RestartPolicy
 from hetero_framework.cluster.supervisor import run_workers
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
+from hetero_framework.core.threads import in_background
 from hetero_framework.errors import PeerLostError
 from tests.unit.cluster.conftest import parent, stand_in
 from tests.waiting import WAIT_S, is_running, wait_until
@@ -59,16 +61,7 @@ class Served:
 
     def __init__(self, config: Config, program: list[str]) -> None:
         self.config = config
-        self.code: int | None = None
-        self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(program,), name="supervised")
-        self._thread.start()
-
-    def _run(self, program: list[str]) -> None:
-        try:
-            self.code = run_workers(self.config, (1,), program=program)
-        except Exception as error:
-            self.error = error
+        self.running = in_background(lambda: run_workers(config, (1,), program=program), "run")
 
     def starts(self) -> list[int]:
         """Process ids of the worker's processes so far."""
@@ -77,17 +70,13 @@ class Served:
 
     def started(self, number: int) -> int:
         """Wait for its so-many-th process."""
-        wait_until(lambda: len(self.starts()) >= number or not self._thread.is_alive())
+        wait_until(lambda: len(self.starts()) >= number or self.running.done())
         return self.starts()[number - 1]
 
     def finish(self) -> None:
         """Have the workers end in order."""
         (self.config.base_dir / "finish").touch()
-        self.ended()
-
-    def ended(self) -> None:
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
+        assert wait([self.running], WAIT_S).done
 
 
 def program(behaviour: str) -> list[str]:
@@ -168,7 +157,7 @@ def test_a_killed_worker_is_started_again(serve: Any, config: Config, capfd: Any
     os.kill(first, signal.SIGKILL)
     assert served.started(2) != first
     served.finish()
-    assert served.code == 0
+    assert served.running.result(WAIT_S) == 0
     assert len(served.starts()) == 2
     said = capfd.readouterr().err
     assert re.search(r"worker 1: it ended with signal SIGKILL \(.*out of memory.*; it is", said)
@@ -180,10 +169,10 @@ def test_a_killed_worker_is_started_again(serve: Any, config: Config, capfd: Any
 @pytest.mark.usefixtures("quick")
 def test_the_fifth_death_in_ten_minutes_ends_it_with_the_reason(serve: Any, config: Config) -> None:
     served = serve("bug")
-    served.ended()
-    assert isinstance(served.error, PeerLostError)
-    assert served.error.exit_code == 4
-    said = str(served.error)
+    error = served.running.exception(WAIT_S)
+    assert isinstance(error, PeerLostError)
+    assert error.exit_code == 4
+    said = str(error)
     assert "worker 1 has died 5 times in ten minutes; it ended with exit code 1" in said
     assert "AssertionError: the last line" in said
     assert [entry["what"] for entry in events(config)] == ["worker restarted"] * 4

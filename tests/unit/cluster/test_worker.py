@@ -6,7 +6,6 @@ import errno
 import itertools
 import math
 import os
-import queue
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import pytest
@@ -35,15 +34,14 @@ from hetero_framework.core.connection import Connection
 from hetero_framework.core.devices import Device
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.frames import WireTensor
-from hetero_framework.core.link import Link
-from hetero_framework.core.messages import Body, Message
+from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
+from hetero_framework.core.threads import in_background
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.stage_api import GradientReport, Residence, StepInfo
 from hetero_framework.engine.wire_forms import step_message
 from hetero_framework.errors import (
-    HeteroError,
     NetworkError,
     PeerLostError,
     ProtocolError,
@@ -55,10 +53,8 @@ from tests.cases import raising
 from tests.framed import framed
 from tests.installed import needs
 from tests.samples import free_ports
-from tests.unit.cluster.conftest import star
+from tests.unit.cluster.conftest import Caller, star
 from tests.waiting import WAIT_S, wait_until
-
-B = TypeVar("B", bound=Body)
 
 
 class StandIn:
@@ -105,19 +101,11 @@ class Served:
         stack.enter_context(log.log_to("INFO", lines))
         self.weights: list[weakref.ref[torch.Tensor]] = []
         self.loading: Callable[[], object] = lambda: None
-        self.error: BaseException | None = None
-        self._stack = stack
+        self.stack = stack
         self._over = threading.Event()
         self._worker = Worker(self.config, 1, keep=keep, build=self._build, run_id=run_id)
-        self._thread = threading.Thread(target=self._serve, name="served")
-        self._thread.start()
+        self._running = in_background(lambda: self._worker.serve(self._over.is_set), "served")
         stack.callback(self.stop)
-
-    def _serve(self) -> None:
-        try:
-            self._worker.serve(self._over.is_set)
-        except BaseException as error:
-            self.error = error
 
     def _build(
         self, config: Config, specs: Sequence[StageSpec], device: Device, pool: ReusePool
@@ -134,43 +122,14 @@ class Served:
 
     def stop(self) -> None:
         self._over.set()
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
+        self.end()
 
-    def ended(self) -> bool:
-        self._thread.join(WAIT_S)
-        return not self._thread.is_alive()
-
-    def ended_well(self) -> bool:
-        return self.ended() and self.error is None
+    def end(self) -> BaseException | None:
+        """Wait for it: the error with which it has ended, if any."""
+        return self._running.exception(WAIT_S)
 
     def dial(self, run_id: str = "run", process: str = "p", *session: Any) -> Coordinator:
         return Coordinator(self, run_id, process, *session)
-
-
-class Caller:
-    """The other end of a worker's link."""
-
-    def __init__(self, served: Served) -> None:
-        self.inbox: queue.SimpleQueue[Message | HeteroError | None] = queue.SimpleQueue()
-        stream = connect("127.0.0.1", served.port, WAIT_S)
-        self.link = Link(stream, "worker", self.inbox.put, self.inbox.put)
-        self.link.start()
-        served._stack.callback(self.link.close, 0)
-
-    def send(self, body: Body) -> None:
-        self.link.send(Message(body))
-
-    def next(self, timeout_s: float = WAIT_S) -> Message:
-        """What comes next, lines for the screen aside."""
-        while True:
-            message = self.inbox.get(timeout=timeout_s)
-            assert isinstance(message, Message), message
-            if not isinstance(message.body, m.Log):
-                return message
-
-    def expect(self, kind: type[B]) -> B:
-        return self.next().expect(kind)
 
 
 class Coordinator(Caller):
@@ -179,7 +138,7 @@ class Coordinator(Caller):
     epochs = itertools.count(1)
 
     def __init__(self, served: Served, run_id: str, process: str, *session: Any) -> None:
-        super().__init__(served)
+        super().__init__(served.port, served.stack)
         self._config = served.config
         self.send(m.Hello(run_id, 1, process, next(self.epochs), 1 << 20, *session))
 
@@ -265,7 +224,7 @@ def test_a_worker_measures_only_models_that_its_own_file_permits(serve: Any) -> 
 
 def peer_of(served: Served) -> Caller:
     """Worker 2, over a link of its own."""
-    peer = Caller(served)
+    peer = Caller(served.port, served.stack)
     peer.send(m.PeerHello("run", 1, 2, 1 << 30))
     peer.expect(m.PeerWelcome)
     return peer
@@ -433,8 +392,7 @@ def test_a_worker_without_keep_ends_when_no_coordinator_returns(
     monkeypatch.setattr(timeouts, "COORDINATOR_S", 0.3)
     served = serve(reconnect_s=0.1)
     served.dial().set_up().hang_up()
-    assert served.ended()
-    assert isinstance(served.error, PeerLostError)
+    assert isinstance(served.end(), PeerLostError)
 
 
 def test_coordinator_that_was_started_again_takes_its_worker_at_once(
@@ -509,7 +467,7 @@ def test_plain_dial_that_a_crowd_has_used_up_the_pace_for_is_tried_again(
     links = WorkerLinks(served.config, "run", 1 << 20)
     assert links.connect_all().keys() == {1}
     links.close(Message(m.Bye("the run is over")))
-    assert served.ended()
+    served.end()
 
 
 def test_worker_of_another_run_of_its_machine_refuses_at_once(serve: Any) -> None:
@@ -549,7 +507,7 @@ def test_goodbye_ends_a_worker_and_a_failed_run_leaves_it_for_the_next(serve: An
     wait_until(lambda: served.weights[0]() is None)
     assert "the coordinator stopped: worker 2 is gone" in served.said
     served.dial("second").set_up().send(m.Bye("the run is over"))
-    assert served.ended_well()
+    assert served.end() is None
 
 
 # ---- what must not end it
@@ -569,7 +527,7 @@ def test_worker_that_was_measured_waits_for_the_run_that_is_planned(
     while isinstance((second := served.dial("second")).next().body, m.Reject):
         assert time.monotonic() < deadline
     second.assign().send(m.Bye("the run is over"))
-    assert served.ended_well()
+    assert served.end() is None
 
 
 @needs("planner")
@@ -581,7 +539,7 @@ def test_worker_that_the_plan_leaves_out_says_so_and_ends(serve: Any, monkeypatc
         coordinator.link.send(control.request(number, question, "it is too slow"))
         assert coordinator.expect(m.Control).answers == number
     coordinator.send(m.Bye("the run is over"))
-    assert served.ended_well()
+    assert served.end() is None
     assert any("no layers for it: it is too slow" in line for line in served.said)
 
 
@@ -628,7 +586,7 @@ def test_attempt_whose_memory_ran_out_is_told_and_the_worker_stays(
         assert coordinator.expect(m.Aborted) == m.Aborted(0, attempt)
     assert not served.is_free
     coordinator.send(m.Bye("the run is over"))
-    assert served.ended_well()
+    assert served.end() is None
 
 
 @pytest.mark.parametrize("size", [1, 2**27])
@@ -714,7 +672,7 @@ def test_a_coordinator_may_announce_frames_up_to_half_of_the_memory(
 def test_hello_of_an_earlier_dialling_comes_too_late(serve: Any) -> None:
     served = serve()
     first = served.dial().set_up()
-    late = Caller(served)
+    late = Caller(served.port, served.stack)
     late.send(m.Hello("run", 1, "p", 0, 1 << 20))
     assert late.expect(m.Reject).code == "stale"
     assert not first.link.closed
@@ -737,8 +695,7 @@ def test_worker_that_is_told_to_end_says_so_and_still_answers(serve: Any) -> Non
     coordinator.send(m.Abort(0, 0))
     coordinator.expect(m.Aborted)
     coordinator.send(m.Bye("the run was stopped"))
-    assert served.ended()
-    assert isinstance(served.error, StoppedEarly)
+    assert isinstance(served.end(), StoppedEarly)
 
 
 def test_a_worker_ends_even_where_the_signal_cannot_raise(serve: Any) -> None:
@@ -746,8 +703,7 @@ def test_a_worker_ends_even_where_the_signal_cannot_raise(serve: Any) -> None:
     with pytest.raises(BaseException, match="SIGTERM"):
         # In another thread than the loop, which so hears as little of it as from a finalizer.
         served._worker.told_to_end("it was stopped on its own machine (SIGTERM)", False)
-    assert served.ended()
-    assert isinstance(served.error, StoppedEarly)
+    assert isinstance(served.end(), StoppedEarly)
 
 
 @pytest.mark.parametrize("gone", [True, False])
@@ -760,8 +716,7 @@ def test_worker_that_is_told_to_end_does_not_wait_for_ever(serve: Any, gone: boo
         coordinator.hang_up()
     else:
         served._worker._leave_by = 0.0
-    assert served.ended()
-    assert isinstance(served.error, StoppedEarly)
+    assert isinstance(served.end(), StoppedEarly)
 
 
 # ---- where it listens

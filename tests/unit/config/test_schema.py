@@ -58,6 +58,9 @@ FULL: dict[str, Any] = {
 EPOCHS_AND_STEPS = {"eval_steps": 5, "eval_strategy": "epoch"}
 LOFTQ = {"loftq_bits": 4}
 OFFLOADING = "training.activation_offloading"
+QUANTISED = {"model.quantization": "nf4"}
+REWRITES = "adapter.init_lora_weights: it rewrites the base's weights"
+HALF = {"model.dtype": "float16", "training.fp16": True}
 OFFLOAD = {"use_reentrant": False, "offload": True}
 
 
@@ -235,6 +238,7 @@ def test_a_plan_without_workers_is_accepted() -> None:
         ("training.loss_chunk_tokens", 0, 'must be at least 2, "auto" or null'),
         ("training.loss_chunk_tokens", 1, 'must be at least 2, "auto" or null'),
         ("training.loss_chunk_tokens", -3, 'must be at least 2, "auto" or null'),
+        ("training.label_smoothing_factor", -0.1, "training.label_smoothing_factor: "),
         ("training.torch_compile_mode", "reduce-overhead", "max-autotune-no-cudagraphs"),
         ("resume_step", "last", 'resume_step: must be "latest" or a whole number'),
         ("resume_step", -1, 'must be a step number, "latest" or null'),
@@ -251,23 +255,28 @@ def test_missing_values_are_named() -> None:
     assert "shard_plan: is missing (" in text
 
 
-def test_worker_on_the_coordinators_port_is_refused() -> None:
-    raw = changed("workers[0].ip", "192.168.1.10")
-    assert Config.from_dict(raw)
-    raw["workers"][0]["port"] = 9998
-    assert "workers[0].port: 192.168.1.10 port 9998 is that of the coordinator too" in message(raw)
-
-
-def test_localhost_and_loopback_are_one_address() -> None:
-    raw = changed("workers[0].ip", "localhost")
-    raw["workers"][1]["ip"] = "127.0.0.1"
-    assert "is that of workers[0] too" in message(raw)
-
-
-def test_quantised_weights_without_adapter_are_refused() -> None:
-    raw = changed("model.quantization", "nf4")
+@pytest.mark.parametrize(
+    ("fine", "path", "value", "expected"),
+    [
+        (
+            {"workers[0].ip": "192.168.1.10"},
+            *("workers[0].port", 9998),
+            "workers[0].port: 192.168.1.10 port 9998 is that of the coordinator too",
+        ),
+        ({"workers[0].ip": "localhost"}, "workers[1].ip", "127.0.0.1", "is that of workers[0] too"),
+        (QUANTISED, "adapter", None, "quantised weights cannot be trained"),
+        (QUANTISED, "adapter.init_lora_weights", "pissa", REWRITES),
+        (HALF, "adapter", None, "training.fp16: needs float32 weights"),
+    ],
+)
+def test_a_value_that_others_exclude_is_refused(
+    fine: dict[str, Any], path: str, value: Any, expected: str
+) -> None:
+    raw = FULL
+    for setting in fine.items():
+        raw = changed(*setting, raw)
     Config.from_dict(raw)
-    assert "quantised weights cannot be trained" in message({**raw, "adapter": None})
+    assert expected in message(changed(path, value, raw))
 
 
 def test_quantisation_goes_by_machine() -> None:
@@ -293,24 +302,10 @@ def test_quantisation_goes_by_machine() -> None:
     assert 'must be "nf4", "int8" or "none"' in message(changed("workers[1].quantization", "fp4"))
 
 
-def test_quantised_weights_cannot_be_rewritten() -> None:
-    raw = changed("model.quantization", "nf4")
-    raw["adapter"] = {**raw["adapter"], "init_lora_weights": "pissa"}
-    assert "adapter.init_lora_weights: it rewrites the base's weights" in message(raw)
-
-
-def test_fp16_weights_cannot_all_be_trained_with_a_loss_scale() -> None:
-    raw = changed("model.dtype", "float16", changed("training.fp16", True))
-    Config.from_dict(raw)
-    assert "training.fp16: needs float32 weights" in message({**raw, "adapter": None})
-
-
 def test_smoothed_labels_have_no_loss_of_routers() -> None:
     raw = changed("model.router_aux_loss_coef", 0.1, changed("training.label_smoothing_factor", 1))
     assert "model.router_aux_loss_coef: is no part of the loss with" in message(raw)
     Config.from_dict(changed("model.router_aux_loss_coef", 0.0, raw))
-    negative = changed("training.label_smoothing_factor", -0.1)
-    assert "training.label_smoothing_factor: " in message(negative)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import closing
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -13,13 +14,10 @@ from tests.samples import free_ports
 
 def fake_interfaces(monkeypatch: pytest.MonkeyPatch, **interfaces: list[tuple[int, str]]) -> None:
     entries = {
-        name: [
-            type("Address", (), {"family": family, "address": address})()
-            for family, address in addresses
-        ]
-        for name, addresses in interfaces.items()
+        name: [SimpleNamespace(family=family, address=address) for family, address in found]
+        for name, found in interfaces.items()
     }
-    stats = {name: type("Stats", (), {"isup": name != "down0"})() for name in interfaces}
+    stats = {name: SimpleNamespace(isup=name != "down0") for name in interfaces}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
 

@@ -646,17 +646,13 @@ def streams(
     monkeypatch.setattr(kind, "torch_device", torch.device("cpu"))
     monkeypatch.setattr(torch, "xpu" if kind is devices.XpuDevice else "cuda", fake)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *both: fake.recorded.append(both))
-    return kind(0), fake
-
-
-def run_clock_at_once(device: Any) -> None:
-    """The clock's stream has nothing else to do, so what is recorded there happens at once."""
-    device._side_stream("clock").name = "clock"
+    device = kind(0)
+    device._side_stream("clock").name = "clock"  # has nothing else to do: its events are at once
+    return device, fake
 
 
 def test_copy_out_waits_for_the_mark_and_nothing_behind_it(streams: Streams) -> None:
     device, fake = streams
-    run_clock_at_once(device)
     tensor = torch.zeros(5, dtype=torch.bfloat16)
     later = torch.zeros(1)
     fake.default.add(lambda: tensor.fill_(7))
@@ -694,7 +690,6 @@ def test_copy_in_is_complete_and_its_memory_stays_until_the_computing_is_done(
 
 def test_several_tensors_are_waited_for_once(streams: Streams, monkeypatch: Any) -> None:
     device, _ = streams
-    run_clock_at_once(device)
     waits: list[FakeEvent] = []
     wait = FakeEvent.synchronize
     monkeypatch.setattr(FakeEvent, "synchronize", lambda e: (waits.append(e), wait(e)))
@@ -710,7 +705,6 @@ def test_several_tensors_are_waited_for_once(streams: Streams, monkeypatch: Any)
 
 def test_each_direction_has_one_stream_of_its_own(streams: Streams) -> None:
     device, fake = streams
-    run_clock_at_once(device)
     tensor = torch.ones(3)
 
     def move() -> None:
@@ -727,7 +721,6 @@ def test_each_direction_has_one_stream_of_its_own(streams: Streams) -> None:
 
 def test_marks_tell_the_hosts_time_of_the_device(streams: Streams) -> None:
     device, fake = streams
-    run_clock_at_once(device)
     before = time.perf_counter()
     first = device.record_event()
     first.wait()
@@ -745,7 +738,6 @@ def test_marks_tell_the_hosts_time_of_the_device(streams: Streams) -> None:
 
 def test_clock_is_read_again_when_it_is_old(streams: Streams, monkeypatch: Any) -> None:
     device, _ = streams
-    run_clock_at_once(device)
     old, same = device.record_event(), device.record_event()
     assert old.clock is same.clock  # type: ignore[attr-defined]
     monkeypatch.setattr(devices, "_CLOCK_AGE_S", 0.0)
@@ -795,7 +787,6 @@ def test_an_accelerator_says_what_it_offers(streams: Streams, monkeypatch: Any) 
     device, fake = streams
     fake.mem_get_info = lambda device: (3, 8)  # type: ignore[attr-defined]
     monkeypatch.setattr(device, "_pinned", torch.empty)
-    run_clock_at_once(device)
     offers = device.features()
     assert list(offers) == ["streams", "events with time", "memory figures", "pinned memory"]
     assert all(offers.values())
@@ -812,7 +803,6 @@ def wait_until_seen(event: Any) -> None:
 
 def test_waiting_for_cuda_sleeps(streams: Streams) -> None:
     device, _ = streams
-    run_clock_at_once(device)
     event: FakeEvent = device.record_event().native  # type: ignore[attr-defined]
     assert event.blocking == (device.kind in ("cuda", "rocm"))
 

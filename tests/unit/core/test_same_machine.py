@@ -86,8 +86,7 @@ def test_both_ends_go_over_to_the_unix_socket_and_leave_no_file(
     monkeypatch.setattr(same_machine, "_switched", noted)
     dialled, accepted = meet()
     assert left == [[], []]  # a process that is killed from now on leaves nothing
-    assert isinstance(dialled, LocalStream)
-    assert isinstance(accepted, LocalStream)
+    assert {type(dialled), type(accepted)} == {LocalStream}
     assert passes(dialled, accepted)
     assert list(base.iterdir()) == []
     for who in ("worker 1", "the coordinator"):
@@ -101,8 +100,7 @@ def test_other_machines_and_namespaces_stay_with_tls(
     found = iter(places)  # of the dialler, then of the acceptor
     monkeypatch.setattr(same_machine, "_place", lambda: next(found, None))
     dialled, accepted = meet()
-    assert isinstance(dialled, TlsStream)
-    assert isinstance(accepted, TlsStream)
+    assert {type(dialled), type(accepted)} == {TlsStream}
     assert passes(dialled, accepted)
     assert list(base.iterdir()) == []
 
@@ -118,8 +116,7 @@ def test_another_user_stays_with_tls(who: str, meet: Any, monkeypatch: Any, capl
     users = itertools.chain([os.geteuid()] * (who != "the listener"), itertools.repeat(4321))
     monkeypatch.setattr(same_machine, "_user", lambda sock: next(users))
     dialled, accepted = meet()
-    assert isinstance(dialled, TlsStream)
-    assert isinstance(accepted, TlsStream)
+    assert {type(dialled), type(accepted)} == {TlsStream}
     assert passes(dialled, accepted)
     assert caplog.text.count("the link stays with TLS") == 2
 
