@@ -67,9 +67,7 @@ def test_worker_that_has_called_is_greeted_when_the_run_wants_it(
     assert served(links, caller) == WELCOME
 
 
-def test_only_the_process_that_has_the_link_may_call_again(
-    links: WorkerLinks, call: Callable[[Body], Caller]
-) -> None:
+def test_only_the_process_that_has_the_link_may_call_again(links: WorkerLinks, call: Any) -> None:
     first = call(m.Call(1, "p"))
     served(links, first)
     second = call(m.Call(1, "another"))
@@ -103,15 +101,11 @@ def test_worker_of_another_version_is_told_so(call: Callable[[Body], Caller]) ->
     ],
     ids=lambda said: said.spec.name,
 )
-def test_a_connection_that_begins_with_another_message_is_closed(
-    said: Body, call: Callable[[Body], Caller]
-) -> None:
+def test_a_connection_that_begins_with_another_message_is_closed(said: Body, call: Any) -> None:
     assert call(said).ends() is not None
 
 
-def test_second_call_on_one_connection_is_out_of_order(
-    links: WorkerLinks, call: Callable[[Body], Caller]
-) -> None:
+def test_second_call_on_one_connection_is_out_of_order(links: WorkerLinks, call: Any) -> None:
     caller = call(m.Call(1, "p"))
     caller.send(m.Call(1, "p"))
     assert "CALL out of order" in caller.expect(m.Error).message
@@ -137,9 +131,7 @@ def test_the_port_is_closed_after_the_run(links: WorkerLinks) -> None:
         socket.create_connection(("127.0.0.1", links._config.coordinator.port), WAIT_S)
 
 
-def test_an_incomplete_call_does_not_block_the_port(
-    links: WorkerLinks, call: Callable[[Body], Caller]
-) -> None:
+def test_an_incomplete_call_does_not_block_the_port(links: WorkerLinks, call: Any) -> None:
     port = links._config.coordinator.port
     with socket.create_connection(("127.0.0.1", port), WAIT_S) as slow:
         slow.sendall(framed(Message(m.Call(1, "p")))[:10])

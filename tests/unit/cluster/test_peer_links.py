@@ -205,9 +205,7 @@ def test_frames_up_to_the_agreed_size_pass(linked: Pair) -> None:
             sender.links.send(name, message)
 
 
-def test_several_are_dialled_at_once_and_each_has_its_answer(
-    machine: Callable[..., Machine],
-) -> None:
+def test_several_are_dialled_at_once_and_each_has_its_answer(machine: Any) -> None:
     one, other, third = machine(1), machine(2), machine(3, "another run")
     [port] = free_ports(1)
     results = one.dial(other.entry(2), third.entry(3), other.entry(4, port), timeout_s=3.0)

@@ -41,12 +41,7 @@ from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.stage_api import GradientReport, Residence, StepInfo
 from hetero_framework.engine.wire_forms import step_message
-from hetero_framework.errors import (
-    NetworkError,
-    PeerLostError,
-    ProtocolError,
-    StoppedEarly,
-)
+from hetero_framework.errors import NetworkError, PeerLostError, ProtocolError, StoppedEarly
 from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.security import acceptor
 from tests.cases import raising

@@ -51,8 +51,11 @@ class Side:
         return self.ends.get(timeout=WAIT_S)
 
 
+Sides = tuple[Side, Side]
+
+
 @pytest.fixture
-def sides() -> Iterator[tuple[Side, Side]]:
+def sides() -> Iterator[Sides]:
     """The one who dials, a coordinator, and the one who was dialled."""
     threads = set(threading.enumerate())
     with ExitStack() as stack:
@@ -62,7 +65,7 @@ def sides() -> Iterator[tuple[Side, Side]]:
         thread.join(WAIT_S)
 
 
-def test_the_answer_goes_to_ask_alone(sides: tuple[Side, Side]) -> None:
+def test_the_answer_goes_to_ask_alone(sides: Sides) -> None:
     near, far = sides
     far.answer = lambda message: far.send(WELCOME)
     answer = near.connection.ask(Message(HELLO), WAIT_S)
@@ -72,11 +75,11 @@ def test_the_answer_goes_to_ask_alone(sides: tuple[Side, Side]) -> None:
     assert near.heard.empty()
 
 
-def test_ask_without_an_answer_ends_in_time(sides: tuple[Side, Side]) -> None:
+def test_ask_without_an_answer_ends_in_time(sides: Sides) -> None:
     assert sides[0].connection.ask(Message(HELLO), 0.05) is None
 
 
-def test_ask_raises_why_the_link_ended(sides: tuple[Side, Side]) -> None:
+def test_ask_raises_why_the_link_ended(sides: Sides) -> None:
     near, far = sides
     far.answer = lambda message: far.connection.close(drain_s=0)
     with pytest.raises(PeerLostError):
@@ -87,16 +90,14 @@ SIGNALS = (m.AskTurn(1_000_000, 2), m.Turn(True, True), m.ArrivalRate(1e9, False
 
 
 @pytest.mark.parametrize("body", [INPUTS, WELCOME, m.Bye("x"), m.Control("x"), *SIGNALS])
-def test_a_message_before_the_greeting_reaches_no_handler(
-    body: Body, sides: tuple[Side, Side]
-) -> None:
+def test_a_message_before_the_greeting_reaches_no_handler(body: Body, sides: Sides) -> None:
     near, far = sides
     near.connection.link.send(Message(body))
     assert "came before a greeting" in str(far.end())
     assert far.heard.empty()
 
 
-def test_a_second_greeting_reaches_no_handler(sides: tuple[Side, Side]) -> None:
+def test_a_second_greeting_reaches_no_handler(sides: Sides) -> None:
     near, far = sides
     near.send(HELLO)
     near.connection.link.send(Message(HELLO))
@@ -107,7 +108,7 @@ def test_a_second_greeting_reaches_no_handler(sides: tuple[Side, Side]) -> None:
     assert far.heard.empty()
 
 
-def test_line_that_crosses_our_goodbye_is_no_fault_of_the_peer(sides: tuple[Side, Side]) -> None:
+def test_line_that_crosses_our_goodbye_is_no_fault_of_the_peer(sides: Sides) -> None:
     near, far = sides
     far.answer = lambda message: far.send(WELCOME)
     assert near.connection.ask(Message(HELLO), WAIT_S) is not None
@@ -122,7 +123,7 @@ def test_line_that_crosses_our_goodbye_is_no_fault_of_the_peer(sides: tuple[Side
     assert near.heard.empty()
 
 
-def test_an_accepted_peer_is_sent_its_error(sides: tuple[Side, Side]) -> None:
+def test_an_accepted_peer_is_sent_its_error(sides: Sides) -> None:
     near, far = sides
     far.connection.peer = COORDINATOR
     near.send(HELLO)
@@ -133,9 +134,7 @@ def test_an_accepted_peer_is_sent_its_error(sides: tuple[Side, Side]) -> None:
 
 
 @pytest.mark.parametrize(("version", "older"), [(11, "the peer"), (99, "this machine")])
-def test_other_version_is_refused_with_both_numbers(
-    version: int, older: str, sides: tuple[Side, Side]
-) -> None:
+def test_other_version_is_refused_with_both_numbers(version: int, older: str, sides: Sides) -> None:
     near, far = sides
     other = m.Hello("run", 1, "p", 1, 1 << 20, protocol=version, package="9.9")
     answer = near.connection.ask(Message(other), WAIT_S)
@@ -234,12 +233,12 @@ def test_ask_after_another_version_has_answered_says_so(stack: ExitStack) -> Non
         asked_by.connection.ask(Message(HELLO), WAIT_S)
 
 
-def test_send_out_of_order_is_our_own_bug(sides: tuple[Side, Side]) -> None:
+def test_send_out_of_order_is_our_own_bug(sides: Sides) -> None:
     with pytest.raises(ProtocolError, match="we tried to send START out of order"):
         sides[0].send(m.Start((), 1))
 
 
-def test_send_over_a_link_that_is_gone_is_a_lost_peer(sides: tuple[Side, Side]) -> None:
+def test_send_over_a_link_that_is_gone_is_a_lost_peer(sides: Sides) -> None:
     near, far = sides
     far.connection.close(drain_s=0)
     near.end()
