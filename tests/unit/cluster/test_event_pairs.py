@@ -20,11 +20,11 @@ from hetero_framework.config import Config
 from hetero_framework.core.messages import LoadedStage, Message, Parameter, Ready, Setup
 from hetero_framework.engine.hosts import DirectLost, HostEvent, LinkLost, StagesLost, WorkerLeaving
 from hetero_framework.errors import PeerAwayError, PeerLostError
-from hetero_framework.security.access import Plaintext
 from hetero_framework.trainer.coordinator import Coordinator
 from hetero_framework.trainer.plans import Plans
 from hetero_framework.trainer.train_state import TrainState
-from tests.unit.cluster.test_cluster import Direct, FakePipeline, LocalStage, config
+from tests.unit.cluster.test_cluster import Direct, FakePipeline, config
+from tests.unit.cluster.test_cluster import cluster as cluster_of
 
 EVENTS = {
     "leaves": WorkerLeaving(1, "it was stopped on its own machine (SIGTERM)"),
@@ -192,13 +192,8 @@ def begun(worlds: list[World], states: dict[Any, WorkerState], event: str, after
     calm = dict.fromkeys((1, 2), WorkerState.JOINING)
     calm.update({w: WorkerState.SPARE for w, state in states.items() if state in WITHOUT_LAYERS})
     worlds.append(World(event, 10**6, calm))
-    made = config(plan=["local", *planned(states)])
-    cluster = Cluster(
-        made,
-        max_frame_bytes=1 << 20,
-        build=lambda *args: [LocalStage()],
-        access=Plaintext(everywhere=True),
-    )
+    plan = ["local", *planned(states)]
+    made, cluster = config(plan=plan), cluster_of(plan=plan)
     cluster.assemble(made)
     world = World(event, after, states)
     cluster._peers = cluster.recovery._links = world  # type: ignore[assignment]
@@ -237,6 +232,5 @@ def test_an_event_of_one_worker_while_another_is_busy_is_recovered(
         taking_part = planned(states)
         assert all(members.state(worker) is WorkerState.READY for worker in taking_part), after
         assert all(run._world.has_stages[worker] for worker in taking_part)
-        assert all(
-            members.state(w) is not WorkerState.READY for w in {1, 2}.difference(taking_part)
-        )
+        others = {1, 2}.difference(taking_part)
+        assert all(members.state(worker) is not WorkerState.READY for worker in others)

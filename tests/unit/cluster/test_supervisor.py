@@ -117,10 +117,8 @@ def events(config: Config) -> list[dict[str, Any]]:
 def test_lines_appear_behind_names_and_the_end_in_order_is_zero(config: Config, capfd: Any) -> None:
     assert run_workers(config, (1, 2), program=program("done")) == 0
     lines = capfd.readouterr().err.splitlines()
-    assert sorted(line.split(" with ")[0] for line in lines) == [
-        "worker 1 | hello from 1",
-        "worker 2 | hello from 2",
-    ]
+    said = sorted(line.split(" with ")[0] for line in lines)
+    assert said == ["worker 1 | hello from 1", "worker 2 | hello from 2"]
 
 
 def test_lines_of_a_single_worker_need_no_name(config: Config, capfd: Any) -> None:

@@ -112,9 +112,8 @@ def test_what_a_run_has_written_and_what_is_off_are_no_complaint(monkeypatch: An
     registry.register("objectives", "half", None)
     assert idle(config_of(training={"objective": "half", "beta": 0.3})) == {}, "it may read it"
     monkeypatch.setattr(registry, "is_installed", lambda extra: extra != "preferences")
-    assert not any(
-        "objective" in line for line in absent_extras(config_of(training={"objective": "half"}))
-    )
+    half = config_of(training={"objective": "half"})
+    assert not any("objective" in line for line in absent_extras(half))
     with pytest.raises(ConfigError, match=r"^training\.objective: \"dpo\" needs the extra 'pref"):
         list(absent_extras(config_of(training={"objective": "dpo"})))
 
@@ -162,9 +161,8 @@ def test_the_marks_say_what_each_optimizer_and_each_schedule_reads(tmp_path: Pat
     changes = {"adam_beta1": 0.5, "adam_beta2": 0.6, "adam_epsilon": 1e-3, "optim_args": "alpha=2"}
     for optim in known.split():
         for name, value in changes.items():
-            value = (
-                "weight_decay=3,momentum=2,lr_decay=1,alpha=4" if name == "optim_args" else value
-            )
+            if name == "optim_args":
+                value = "weight_decay=3,momentum=2,lr_decay=1,alpha=4"
             reads = kwargs(optim=optim) != kwargs(optim=optim, **{name: value})
             config = config_of(training={"optim": optim, name: value})
             assert (f"training.{name}" not in idle(config)) == reads, (optim, name)

@@ -292,10 +292,8 @@ def test_quantisation_goes_by_machine() -> None:
     alike = Config.from_dict(changed("workers[1].quantization", "nf4", raw))
     assert alike.kinds == Config.from_dict(changed("model.quantization", "nf4")).kinds == "nf4"
     alone = changed("workers[1].quantization", "nf4")
-    assert Config.from_dict(alone).kinds == {
-        "none": "embedding + layers 0-23",
-        "nf4": "layers 24-31 + head",
-    }
+    kinds = {"none": "embedding + layers 0-23", "nf4": "layers 24-31 + head"}
+    assert Config.from_dict(alone).kinds == kinds
     assert "workers[1].quantization: quantised weights" in message({**alone, "adapter": None})
     random = {"from_config": {"model_type": "llama"}, "tokenizer": "t"}
     assert "workers[1].quantization: needs stored weights" in message({**alone, "model": random})
@@ -643,9 +641,8 @@ def test_message_of_one_problem_starts_with_the_file(tmp_path: Path) -> None:
     raw = changed("training.lr", 1)
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, json.dumps(raw))
-    assert str(caught.value) == (
-        f'{tmp_path / "hetero_config.json"}: training.lr: unknown key; it is called "learning_rate"'
-    )
+    place = f"{tmp_path / 'hetero_config.json'}: training.lr"
+    assert str(caught.value) == f'{place}: unknown key; it is called "learning_rate"'
 
 
 def test_overrides_replace_settings(tmp_path: Path) -> None:

@@ -480,9 +480,7 @@ def test_cuda_seed_is_this_devices_only(machine: Machine, monkeypatch: pytest.Mo
         yield
 
     monkeypatch.setattr(torch.cuda, "device", select)
-    monkeypatch.setattr(
-        torch.cuda, "manual_seed", lambda value: seeded.append((current[-1], value))
-    )
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: seeded.append((current[-1], seed)))
     open_device("cuda:1").seed(4)
     assert seeded == [(torch.device("cuda", 1), 4)]
 
@@ -731,9 +729,8 @@ def test_marks_tell_the_hosts_time_of_the_device(streams: Streams) -> None:
     assert before <= device.event_time(first) + 1e-3
     assert device.event_time(second) <= after + 1e-3
     assert device.seconds(first, second) >= 0.005
-    assert device.event_time(second) - device.event_time(first) == pytest.approx(
-        device.seconds(first, second), abs=1e-6
-    )
+    took_s = device.event_time(second) - device.event_time(first)
+    assert took_s == pytest.approx(device.seconds(first, second), abs=1e-6)
 
 
 def test_clock_is_read_again_when_it_is_old(streams: Streams, monkeypatch: Any) -> None:
@@ -976,17 +973,13 @@ def test_mps_copies_begin_at_the_mark_and_are_asked_for(mps: Mps) -> None:
     tensor = torch.ones(3)
     event = device.record_event(tensor)
     assert not event.done()
-    result: list[torch.Tensor] = []
-    sender = threading.Thread(
-        target=lambda: result.append(device.copy_out(tensor, event, BufferPool())[0])
-    )
-    sender.start()
-    sender.join(0.02)
-    assert not result
+    sending = in_background(lambda: device.copy_out(tensor, event, BufferPool())[0], "send")
+    with pytest.raises(TimeoutError):
+        sending.result(0.02)
     fake.reached = 1
-    sender.join(WAIT_S)
-    assert torch.equal(result[0], tensor)
-    assert result[0] is event.held[0]  # type: ignore[attr-defined]
+    result = sending.result(WAIT_S)
+    assert torch.equal(result, tensor)
+    assert result is event.held[0]  # type: ignore[attr-defined]
     assert device.event_time(event) <= time.perf_counter()
     assert device.seconds(event, event) == 0
 

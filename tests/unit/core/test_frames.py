@@ -123,11 +123,8 @@ def bundles() -> dict[str, Message]:
     backward = m.Backward(*STEP, 1, 3, sides=(m.SideForm(False),))
     hidden = tensor("bfloat16", 1, 2, 3)
     sides = [tensor("int32", 1, 2, 4), tensor("int8", 2), tensor("bfloat16", 1)]
-    made = [
-        Message(forward, [hidden, *sides]),
-        Message(backward, [hidden, tensor("float32", 1, 2)]),
-    ]
-    return {message.name: message for message in made}
+    back = [hidden, tensor("float32", 1, 2)]
+    return {"FORWARD": Message(forward, [hidden, *sides]), "BACKWARD": Message(backward, back)}
 
 
 EVALUATION = Message(replace(examples()["STEP"].body, train=False))  # type: ignore[type-var]
@@ -293,10 +290,8 @@ def test_header_that_is_wrong_is_named(header: Any, payload: bytes, text: str) -
 
 
 def test_ready_with_thousands_of_names_travels() -> None:
-    names = tuple(
-        m.Parameter(f"model.layers.{i}.self_attn.q_proj.lora_A.default.weight", (i, 0))
-        for i in range(5000)
-    )
+    name = "model.layers.{}.self_attn.q_proj.lora_A.default.weight"
+    names = tuple(m.Parameter(name.format(i), (i, 0)) for i in range(5000))
     message = Message(m.Ready((m.LoadedStage(1, names, {}),)))
     assert decode(frame(message)).body == message.body
 

@@ -185,9 +185,8 @@ def boundary(body: type[Forward] | type[Backward], stage: int, micro_batch: int 
 
 
 def inputs() -> Outgoing:
-    message = Message(
-        Inputs(0, 0, 1, 0, ("labels",), {}), [WireTensor("uint8", (1,), memoryview(bytes(1)))]
-    )
+    tensor = WireTensor("uint8", (1,), memoryview(bytes(1)))
+    message = Message(Inputs(0, 0, 1, 0, ("labels",), {}), [tensor])
     return Outgoing(encode(message), None, message)
 
 
@@ -210,12 +209,8 @@ def test_directions_and_stages_take_turns() -> None:
 
 
 def test_large_frames_go_after_inputs_and_pass_nothing_else() -> None:
-    first, second, back, late = (
-        boundary(Forward, 1),
-        boundary(Forward, 1, 1),
-        boundary(Backward, 1),
-        boundary(Backward, 0),
-    )
+    first, second = boundary(Forward, 1), boundary(Forward, 1, 1)
+    back, late = boundary(Backward, 1), boundary(Backward, 0)
     labels, word = inputs(), Outgoing([b"word"])
     queue = queue_of(first, second, back, labels, word, late)
     assert sent(queue) == [labels, first, back, second, word, late]
