@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hetero_framework.config import Config
+from hetero_framework.data.examples import Examples, ExamplesBuilder
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. What is two and two? It is four.",
@@ -76,6 +78,38 @@ def make_config(base_dir: Path, data: dict[str, Any] | None = None, **training: 
     if data is not None:
         sections["data"] = data
     return Config.from_dict(sections, base_dir)
+
+
+def examples_of(*lengths: int) -> Examples:
+    """Examples of so many tokens, all of which are trained."""
+    builder = ExamplesBuilder()
+    for length in lengths:
+        builder.add([1] * length, [True] * length)
+    return builder.build()
+
+
+def chat(*turns: str, system: str | None = None) -> list[dict[str, Any]]:
+    """Messages of the user and the assistant in turn."""
+    roles = ["user", "assistant"] * len(turns)
+    messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def trl_template(name: str) -> str:
+    return (files("trl") / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **sizes, **heads))
+
+
+QUIET: dict[str, Any] = {
+    **{"report_to": "none", "use_cpu": True, "save_strategy": "no", "logging_strategy": "no"},
+    **{"disable_tqdm": True, "dataloader_pin_memory": False},
+}
+"""Arguments of a Trainer on the CPU that writes nothing."""
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> Path:

@@ -5,8 +5,6 @@ import pytest
 import torch
 from transformers import (
     DataCollatorWithFlattening,
-    LlamaConfig,
-    LlamaForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -16,17 +14,23 @@ from hetero_framework.config import TrainingConfig
 from hetero_framework.data.batches import SampleOrder, collate, num_items, pack, token_count
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.errors import DataError
+from tests.unit.data_helpers import QUIET, examples_of, tiny_llama
 
 PAD = 0
 
 
+def built(*rows: tuple[list[int], list[bool]]) -> Examples:
+    builder = ExamplesBuilder()
+    for ids, trained in rows:
+        builder.add(ids, trained)
+    return builder.build()
+
+
 def some_examples(count: int) -> Examples:
     """Example i begins with the token i + 1, so that batches tell which examples are in them."""
-    builder = ExamplesBuilder()
-    for index in range(count):
-        length = 2 + (index * 7) % 5
-        builder.add([index + 1] * length, [position % 3 != 1 for position in range(length)])
-    return builder.build()
+    lengths = [2 + (index * 7) % 5 for index in range(count)]
+    marks = [[position % 3 != 1 for position in range(length)] for length in lengths]
+    return built(*(([k + 1] * length, marks[k]) for k, length in enumerate(lengths)))
 
 
 class RecordingTrainer(Trainer):
@@ -56,27 +60,10 @@ def trainer_steps(examples: Examples, tmp_path, **arguments):
         {"input_ids": ids.tolist(), "labels": labels.tolist(), "row": row}
         for row, (ids, labels) in enumerate(examples[i] for i in range(len(examples)))
     ]
-    config = LlamaConfig(
-        vocab_size=100,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-    )
     trainer = RecordingTrainer(
-        LlamaForCausalLM(config),
+        tiny_llama(100),
         TrainingArguments(
-            str(tmp_path),
-            report_to="none",
-            use_cpu=True,
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            dataloader_pin_memory=False,
-            max_grad_norm=0.0,
-            **arguments,
+            str(tmp_path), remove_unused_columns=False, max_grad_norm=0.0, **QUIET, **arguments
         ),
         train_dataset=rows,
         data_collator=lambda batch: collate(examples, [row["row"] for row in batch], PAD),
@@ -178,18 +165,12 @@ def test_step_order_nothing_left_by_drop_last_is_an_error():
         SampleOrder(3, TrainingConfig(per_device_train_batch_size=4, dataloader_drop_last=True))
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("packed", "multiple"), [(False, 1), (False, 8), (True, 1)])
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("multiple", [1, 8])
 def test_largest_micro_batch_is_that_of_all_tensors_that_follow(packed, drop_last, multiple):
-    if packed and multiple > 1:
-        return  # the configuration refuses it
     draw = np.random.default_rng(0)
     for count in (3, 7, 16, 23):
-        builder = ExamplesBuilder()
-        for length in draw.integers(2, 40, count):
-            builder.add([1] * int(length), [True] * int(length))
-        examples = builder.build()
+        examples = examples_of(*draw.integers(2, 40, count).tolist())
         training = TrainingConfig(
             per_device_train_batch_size=3,
             gradient_accumulation_steps=2,
@@ -201,24 +182,19 @@ def test_largest_micro_batch_is_that_of_all_tensors_that_follow(packed, drop_las
             sizes = {}
             for step in range(first, order.total_steps):
                 for number, rows in enumerate(order.step_indices(step)):
-                    made = (
-                        pack(examples, rows) if packed else collate(examples, rows, PAD, multiple)
-                    )
+                    how = () if packed else (PAD, multiple)
+                    made = (pack if packed else collate)(examples, rows, *how)
                     sizes[step, number] = made["input_ids"].numel()
-            found = order.largest(
-                np.diff(examples.offsets), first, packed=packed, multiple=multiple
-            )
-            wanted = max(sizes, key=lambda place: sizes[place]) if sizes else None
+            lengths = np.diff(examples.offsets)
+            found = order.largest(lengths, first, packed=packed, multiple=multiple)
+            wanted = max(sizes, key=sizes.__getitem__) if sizes else None
             assert found == wanted, (count, first)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_padding_is_that_of_the_first_epoch(drop_last, multiple):
-    builder = ExamplesBuilder()
-    for length in np.random.default_rng(1).integers(2, 40, 17):
-        builder.add([1] * int(length), [True] * int(length))
-    examples = builder.build()
+    examples = examples_of(*np.random.default_rng(1).integers(2, 40, 17).tolist())
     training = TrainingConfig(per_device_train_batch_size=3, dataloader_drop_last=drop_last)
     order = SampleOrder(17, training)
     rows = [rows for step in range(order.steps_per_epoch) for rows in order.step_indices(step)]
@@ -229,10 +205,7 @@ def test_padding_is_that_of_the_first_epoch(drop_last, multiple):
 
 
 def test_collate_pads_right_to_the_longest_and_ignores_padding():
-    builder = ExamplesBuilder()
-    builder.add([5, 6, 7], [False, True, True])
-    builder.add([8], [True])
-    batch = collate(builder.build(), [1, 0], pad_token_id=9)
+    batch = collate(built(([5, 6, 7], [False, True, True]), ([8], [True])), [1, 0], pad_token_id=9)
     assert batch["input_ids"].tolist() == [[8, 9, 9], [5, 6, 7]]
     assert batch["attention_mask"].tolist() == [[1, 0, 0], [1, 1, 1]]
     assert batch["labels"].tolist() == [[8, -100, -100], [-100, 6, 7]]
@@ -242,9 +215,7 @@ def test_collate_pads_right_to_the_longest_and_ignores_padding():
 
 @pytest.mark.parametrize(("multiple", "length"), [(1, 3), (2, 4), (3, 3), (8, 8), (None, 3)])
 def test_collate_pads_to_a_multiple(multiple, length):
-    builder = ExamplesBuilder()
-    builder.add([5, 6, 7], [True] * 3)
-    batch = collate(builder.build(), [0], 0, multiple)
+    batch = collate(examples_of(3), [0], 0, multiple)
     assert {tensor.shape for tensor in batch.values()} == {(1, length)}
 
 
@@ -261,10 +232,7 @@ def test_pack_equals_the_library_s_flattening(rows):
 
 
 def test_pack_positions_begin_again_and_no_sample_predicts_the_next():
-    builder = ExamplesBuilder()
-    builder.add([5, 6, 7], [False, True, True])
-    builder.add([8, 9], [True, True])
-    packed = pack(builder.build(), [1, 0])
+    packed = pack(built(([5, 6, 7], [False, True, True]), ([8, 9], [True] * 2)), [1, 0])
     assert packed["input_ids"].tolist() == [[8, 9, 5, 6, 7]]
     assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
     assert packed["labels"].tolist() == [[-100, 9, -100, 6, 7]]
@@ -279,10 +247,7 @@ def test_pack_and_collate_count_the_same_tokens_and_losses():
 
 def test_fingerprint_changes_with_ids_labels_and_bounds():
     def fingerprint(*rows):
-        builder = ExamplesBuilder()
-        for ids, trained in rows:
-            builder.add(ids, trained)
-        return builder.build().fingerprint
+        return built(*rows).fingerprint
 
     same = fingerprint(([1, 2, 3], [True] * 3), ([4, 5], [True] * 2))
     others = {

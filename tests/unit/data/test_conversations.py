@@ -8,22 +8,26 @@ from typing import Any
 
 import datasets
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from hetero_framework.config import DataConfig
 from hetero_framework.data import load_data
 from hetero_framework.data.formats import Formatter
 from hetero_framework.data.sources import Record
 from hetero_framework.errors import DataError
-from tests.unit.data_helpers import CHATML, make_config, tiny_tokenizer, write_jsonl
+from tests.unit.data_helpers import (
+    CHATML,
+    chat,
+    make_config,
+    tiny_tokenizer,
+    trl_template,
+    write_jsonl,
+)
 
 TEMPLATES = files("trl") / "chat_templates"
 NAMES = sorted(
     file.name.removesuffix(".jinja") for file in TEMPLATES.iterdir() if ".j" in file.name
 )
-
-
-def template(name: str) -> str:
-    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def turn(role: str, content: Any = None, **more: Any) -> dict[str, Any]:
@@ -34,17 +38,14 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather in a city.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-        },
-    }
-]
-CHAT = [turn("user", "What is it?"), turn("assistant", "The fox.")]
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"name": "weather", "description": "The weather in a city.", "parameters": CITY}
+TOOLS = [{"type": "function", "function": WEATHER}]
+CHAT = chat("What is it?", "The fox.")
 CALLS = [
     turn("user", "What is two?"),
     turn("assistant", tool_calls=[call("weather", city="Paris")]),
@@ -53,14 +54,17 @@ CALLS = [
 ]
 
 
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    return tiny_tokenizer(CHATML if name == "chatml" else trl_template(name))
+
+
 class Read:
     """Text, trained text and remarks of one example."""
 
     def __init__(self, fields: dict[str, Any], name: str = "chatml", **settings: Any) -> None:
-        self.tokenizer = tiny_tokenizer(CHATML if name == "chatml" else template(name))
+        self.tokenizer = tokenizer_of(name)
         format_name = "prompt_completion" if "prompt" in fields else "messages"
-        settings.setdefault("format", format_name)
-        options = DataConfig(train="unread", **settings)
+        options = DataConfig(train="unread", **{"format": format_name, **settings})
         formatter = Formatter(options.format, self.tokenizer, options)
         [(ids, mask)] = formatter([Record("f:7", fields)])
         self.text = self.tokenizer.decode(ids)
@@ -70,10 +74,8 @@ class Read:
         self.unused = formatter.unused
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Read)
-            and vars(self)["text"] == other.text
-            and (self.trained == other.trained)
+        return isinstance(other, Read) and (
+            (self.text, self.trained) == (other.text, other.trained)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -81,8 +83,7 @@ class Read:
 
 def rendered(messages: list[Any], name: str, **arguments: Any) -> str:
     """What transformers writes."""
-    tokenizer = tiny_tokenizer(CHATML if name == "chatml" else template(name))
-    return tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+    return tokenizer_of(name).apply_chat_template(messages, tokenize=False, **arguments)
 
 
 def refusal(fields: dict[str, Any], name: str = "chatml", **settings: Any) -> str:
@@ -136,23 +137,11 @@ def test_a_call_that_the_template_does_not_write_is_the_assistants_text(text, na
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        ("human", "user"),
-        ("Human", "user"),
-        ("USER", "user"),
-        ("prompter", "user"),
-        ("gpt", "assistant"),
-        ("bot", "assistant"),
-        ("model", "assistant"),
-        ("Assistant", "assistant"),
-        ("chatgpt", "assistant"),
-        ("developer", "system"),
-        ("System", "system"),
-        ("observation", "tool"),
-        ("tool_response", "tool"),
-        ("tool-output", "tool"),
-        ("function_response", "tool"),
-        ("function", "tool"),
-        ("ipython", "tool"),
+        *((name, "user") for name in ("human", "Human", "USER", "prompter")),
+        *((name, "assistant") for name in ("gpt", "bot", "model", "Assistant", "chatgpt")),
+        *((name, "system") for name in ("developer", "System")),
+        *((name, "tool") for name in ("observation", "tool_response", "tool-output")),
+        *((name, "tool") for name in ("function_response", "function", "ipython")),
     ],
 )
 @pytest.mark.parametrize("keys", [("role", "content"), ("from", "value"), ("from", "content")])
@@ -178,12 +167,8 @@ def test_turns_of_tools_that_are_wrapped_already_are_wrapped_once(name):
         given = f"<tool_response>\n{answer}\n</tool_response>"
         row = [turn("system", HERMES), CALLS[0], turn("assistant", asked), turn("tool", given)]
         read = Read({"messages": [*row, CALLS[3]], "tools": TOOLS}, name)
-        text = read.text
-        assert (
-            text.count("<tool_response>")
-            == text.count("</tool_response>")
-            == answer.count("\n") / 3 + 1
-        )
+        text, count = read.text, answer.count("\n") / 3 + 1
+        assert text.count("<tool_response>") == text.count("</tool_response>") == count
         assert text.count("<tool_call>") == text.count("<tools>") == 1
         assert asked in text
     assert ("tools; those beside it" in str(read.notes)) is (name != "chatml")
@@ -194,7 +179,7 @@ def test_turns_of_tools_that_are_wrapped_already_are_wrapped_once(name):
 def test_a_role_that_the_template_names_stays():
     messages = [turn("developer", "Be brief."), *CHAT]
     text = Read({"messages": messages}, "gptoss", assistant_only_loss=False).text
-    assert "developer" in template("gptoss")
+    assert "developer" in trl_template("gptoss")
     assert text == rendered(messages, "gptoss")
     as_tool = [*CALLS[:2], turn("ipython", "12"), *CALLS[3:]]
     assert Read({"messages": as_tool}, "llama3_1").text == rendered(CALLS, "llama3_1")
@@ -219,12 +204,10 @@ def test_an_unknown_role_is_named_or_refused():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_template_causes_a_false_alarm(name):
-    for messages in (CHAT, [*CHAT, *CHAT], [turn("user", " a "), turn("assistant", "\n\nb \n")]):
+    for messages in (CHAT, [*CHAT, *CHAT], chat(" a ", "\n\nb \n")):
         read = Read({"messages": messages}, name, assistant_only_loss=False)
         if name.startswith(("idefics3", "llava_next", "smolvlm")):  # content in parts alone
-            messages = [
-                {**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages
-            ]
+            messages = [{**m, "content": [text_part(m["content"])]} for m in messages]
         assert read.text == rendered(messages, name)
         assert read.notes == []
 
@@ -254,7 +237,7 @@ def test_a_template_that_looks_into_the_texts_is_checked_by_the_texts():
 
 
 def test_left_out_thinking_of_earlier_turns_is_reported():
-    thought = [turn("user", "a"), turn("assistant", "<think>\nhm\n</think>\n\nb")]
+    thought = chat("a", "<think>\nhm\n</think>\n\nb")
     for earlier in (thought, [turn("user", "a"), turn("assistant", "b", reasoning_content="hm")]):
         messages = [*earlier, *CHAT]
         read = Read({"messages": messages}, "qwen3", assistant_only_loss=False)
@@ -268,22 +251,15 @@ def test_left_out_thinking_of_earlier_turns_is_reported():
 @pytest.mark.parametrize(
     ("fields", "name", "remark"),
     [
-        (
-            {"messages": [CALLS[0], {**CALLS[1], "content": "Wait."}, *CALLS[2:]]},
-            "llama3_1",
-            "leaves out text beside tool calls",
-        ),
+        ({"messages": [CALLS[0], {**CALLS[1], "content": "Wait."}, *CALLS[2:]]}, "llama3_1",
+         "leaves out text beside tool calls"),
         ({"messages": CHAT, "tools": TOOLS}, "chatml", "leaves out tools"),
         ({"messages": [{**CHAT[0], "name": "Ann"}, CHAT[1]]}, "qwen2_5", "the field name of"),
         ({"messages": [{**CHAT[0], "time": 12}, CHAT[1]]}, "qwen2_5", "the field time of"),
         ({"messages": CHAT, "chat_template_kwargs": {"enable": 1}}, "qwen3", "not use enable"),
-        (
-            {"messages": [CALLS[0], turn("assistant", tool_calls=[
-                {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-            ]), *CALLS[2:]]},
-            "qwen2_5",
-            "writes the arguments of tool calls as quoted text",
-        ),
+        ({"messages": [CALLS[0], turn("assistant", tool_calls=[
+            {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+         ]), *CALLS[2:]]}, "qwen2_5", "writes the arguments of tool calls as quoted text"),
     ],
 )  # fmt: skip
 def test_fields_that_the_template_ignores_are_named_with_their_place(fields, name, remark):
@@ -395,13 +371,15 @@ def test_template_variables_that_are_none_are_refused(kwargs, message):
 
 @pytest.mark.parametrize("name", ["gemma", "llama3_1", "gemma3", "qwen2_5", "lfm2", "smolvlm"])
 def test_content_in_parts_is_its_text(name):
-    parts = [{"type": "text", "text": "What "}, {"type": "text", "text": "is it?", "image": None}]
-    messages = [turn("user", parts), turn("assistant", [{"type": "text", "text": "The fox."}])]
-    settings = {"assistant_only_loss": False}
-    read = Read({"messages": messages}, name, **settings)
-    assert read == Read({"messages": CHAT}, name, **settings)
+    parts = [text_part("What "), {**text_part("is it?"), "image": None}]
+    messages = [turn("user", parts), turn("assistant", [text_part("The fox.")])]
+    read = Read({"messages": messages}, name, assistant_only_loss=False)
+    assert read == Read({"messages": CHAT}, name, assistant_only_loss=False)
     assert "What is it?" in read.text
     assert read.notes == []
+
+
+WEIGHT = "weight must be 0 or 1, found"
 
 
 @pytest.mark.parametrize(
@@ -413,13 +391,10 @@ def test_content_in_parts_is_its_text(name):
         (turn("user", ["a"]), "content[0] is a text"),
         (turn("user", "a", images=["a.png"]), "field images; only text"),
         (turn("user", {"a": 1}), "content must be a string, found an object"),
-        (turn("user", "a", weight=2), "weight must be 0 or 1, found 2"),
-        (turn("user", "a", weight=-1), "weight must be 0 or 1, found -1"),
-        (turn("user", "a", weight=float("nan")), "weight must be 0 or 1, found nan"),
-        (turn("user", "a", weight=[0]), "weight must be 0 or 1, found a list"),
-        (turn("user", "a", weight=0.5), "weight must be 0 or 1, found 0.5"),
-        (turn("user", "a", weight=True), "weight must be 0 or 1, found a boolean"),
-        (turn("user", "a", weight="0"), "weight must be 0 or 1, found a text"),
+        *((turn("user", "a", weight=w), f"{WEIGHT} {w}") for w in (2, -1, float("nan"), 0.5)),
+        (turn("user", "a", weight=[0]), f"{WEIGHT} a list"),
+        (turn("user", "a", weight=True), f"{WEIGHT} a boolean"),
+        (turn("user", "a", weight="0"), f"{WEIGHT} a text"),
         (turn("user", "a", loss=False), "field loss, which is not known here"),
         (turn("user", "a", train=0), "field train, which is not known here"),
         (turn("user", "a", mask=1), '"weight": 0'),
@@ -437,11 +412,10 @@ def test_an_invalid_message_is_refused_with_its_index(message, said):
     assert text.startswith("f:7: messages[1]")
 
 
-def test_weights_are_those_of_openai():
-    for weight in (0, 1, 0.0, 1.0, None):
-        assert Read({"messages": [{**CHAT[0], "weight": weight}, CHAT[1]]}) == Read(
-            {"messages": CHAT}
-        )
+@pytest.mark.parametrize("weight", [0, 1, 0.0, 1.0, None])
+def test_weights_are_those_of_openai(weight):
+    weighted = [{**CHAT[0], "weight": weight}, CHAT[1]]
+    assert Read({"messages": weighted}) == Read({"messages": CHAT})
 
 
 def test_tool_calls_as_text_are_read():
@@ -451,20 +425,12 @@ def test_tool_calls_as_text_are_read():
 
 
 def test_typed_columns_and_columns_of_json_are_the_same_data(tmp_path):
-    other = {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "a sum",
-            "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
-        },
-    }
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    add = {"name": "add", "description": "a sum", "parameters": parameters}
+    added = [CALLS[0], turn("assistant", tool_calls=[call("add", x=2)]), *CALLS[2:]]
     rows = [
         {"messages": CALLS, "tools": TOOLS},
-        {
-            "messages": [CALLS[0], turn("assistant", tool_calls=[call("add", x=2)]), *CALLS[2:]],
-            "tools": [other],
-        },
+        {"messages": added, "tools": [{"type": "function", "function": add}]},
     ]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "typed.parquet"))
@@ -473,7 +439,7 @@ def test_typed_columns_and_columns_of_json_are_the_same_data(tmp_path):
     stored = datasets.Dataset.from_list(rows, features=features)
     stored.to_parquet(str(tmp_path / "json.parquet"))
     stored.save_to_disk(str(tmp_path / "saved"))
-    tokenizer = tiny_tokenizer(template("qwen2_5"))
+    tokenizer = tiny_tokenizer(trl_template("qwen2_5"))
     made = {
         name: load_data(make_config(tmp_path, {"train": name, "max_length": None}), tokenizer)
         for name in ("rows.jsonl", "typed.parquet", "json.parquet", "saved")

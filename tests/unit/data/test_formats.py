@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.resources import files
 
 import datasets
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from hetero_framework.config import DataConfig
-from hetero_framework.data import load_data
+from hetero_framework.data import TrainData, load_data
 from hetero_framework.data.chat import ChatRenderer
 from hetero_framework.data.conversations import Conversation
 from hetero_framework.data.formats import (
@@ -25,16 +23,20 @@ from hetero_framework.data.formats import (
 from hetero_framework.data.sources import Record
 from hetero_framework.data.splits import renamed
 from hetero_framework.errors import DataError
-from tests.unit.data_helpers import CHATML, CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
+from tests.unit.data_helpers import (
+    CHATML,
+    CHATML_MARKED,
+    QUIET,
+    chat,
+    make_config,
+    tiny_llama,
+    tiny_tokenizer,
+    trl_template,
+    write_jsonl,
+)
 
 # TRL's own defaults use names that transformers has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
-
-
-def chat(*turns: str, system: str | None = None) -> list[dict]:
-    roles = ["user", "assistant"] * len(turns)
-    messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]
-    return [{"role": "system", "content": system}, *messages] if system else messages
 
 
 TEXT = [{"text": text} for text in ("The fox", "two and two is four" * 4, "ends</s>", "ü 漢 \n")]
@@ -74,34 +76,10 @@ def alpaca_as_pairs() -> list[dict]:
     ]
 
 
-def tiny_model(tokenizer) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-        )
-    )
-
-
 def sft_trainer(rows, tokenizer, tmp_path, **settings) -> SFTTrainer:
-    arguments = SFTConfig(
-        str(tmp_path / "trl"),
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **settings,
-    )
     return SFTTrainer(
-        tiny_model(tokenizer),
-        arguments,
+        tiny_llama(len(tokenizer)),
+        SFTConfig(str(tmp_path / "trl"), bf16=False, **QUIET, **settings),
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer,
     )
@@ -134,52 +112,45 @@ def ours(rows, tokenizer, tmp_path, **data):
     ],
 )  # fmt: skip
 def test_token_ids_and_labels_equal_sft_trainer(tmp_path, rows, template, settings, sft_settings):
-    theirs = sft_trainer(
-        alpaca_as_pairs() if rows is ALPACA else rows,
-        tiny_tokenizer(template),
-        tmp_path,
-        **sft_settings,
-    ).train_dataset
-    data = ours(rows, tiny_tokenizer(template), tmp_path, **settings)
+    given = alpaca_as_pairs() if rows is ALPACA else rows
+    trainer = sft_trainer(given, tiny_tokenizer(template), tmp_path, **sft_settings)
+    assert_same_rows(ours(rows, tiny_tokenizer(template), tmp_path, **settings), trainer)
+
+
+def assert_same_rows(data: TrainData, trainer: SFTTrainer) -> None:
     examples = [data.examples[index] for index in range(len(data.examples))]
-    assert [ids.tolist() for ids, _ in examples] == list(theirs["input_ids"])
-    assert [labels.tolist() for _, labels in examples] == list(theirs["labels"])
+    assert [ids.tolist() for ids, _ in examples] == list(trainer.train_dataset["input_ids"])
+    assert [labels.tolist() for _, labels in examples] == list(trainer.train_dataset["labels"])
+
+
+FOUR = {"input_ids": [5, 6, 7, 8]}
 
 
 @pytest.mark.parametrize(
     ("rows", "settings"),
     [
-        ([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 5, 4]}], {}),
-        ([{"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}], {}),
-        (
-            [{"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}],
-            {"completion_only_loss": True},
-        ),
-        (
-            [{"input_ids": [5, 6, 7, 8], "completion_mask": [0, 1, 1, 1]}],
-            {"completion_only_loss": True, "max_length": 3},
-        ),
-        (
-            [{"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}],
-            {"completion_only_loss": False},
-        ),
-        ([{"input_ids": [5, 6, 7, 8], "assistant_masks": [0, 1, 0, 1]}], {}),
+        ([FOUR, {"input_ids": [9, 5, 4]}], {}),
+        ([{**FOUR, "labels": [-100, -100, 7, 8]}], {}),
+        ([{**FOUR, "completion_mask": [0, 0, 1, 1]}], {"completion_only_loss": True}),
+        ([{**FOUR, "completion_mask": [0, 1, 1, 1]}],
+         {"completion_only_loss": True, "max_length": 3}),
+        ([{**FOUR, "completion_mask": [0, 0, 1, 1]}], {"completion_only_loss": False}),
+        ([{**FOUR, "assistant_masks": [0, 1, 0, 1]}], {}),
     ],
-)
+)  # fmt: skip
 def test_tokens_that_are_given_equal_a_batch_of_sft_trainer(tmp_path, rows, settings):
     trainer = sft_trainer(rows, tiny_tokenizer(), tmp_path, **settings)
     data = ours(rows, tiny_tokenizer(), tmp_path, **settings)
     theirs = trainer.data_collator([trainer.train_dataset[k] for k in range(len(rows))])
     for k in range(len(rows)):
         ids, labels = data.examples[k]
-        length = len(ids)
-        assert ids.tolist() == theirs["input_ids"][k, :length].tolist()
-        assert labels.tolist() == theirs["labels"][k, :length].tolist()
+        assert ids.tolist() == theirs["input_ids"][k, : len(ids)].tolist()
+        assert labels.tolist() == theirs["labels"][k, : len(ids)].tolist()
 
 
 def test_a_completion_mask_that_is_given_counts_by_itself(tmp_path):
     """In TRL it does only where completion_only_loss is set."""
-    rows = [{"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}]
+    rows = [{**FOUR, "completion_mask": [0, 0, 1, 1]}]
     assert ours(rows, tiny_tokenizer(), tmp_path).examples[0][1].tolist() == [-100, -100, 7, 8]
 
 
@@ -204,12 +175,9 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path, row, message):
 
 @pytest.mark.filterwarnings("ignore:.*keep_end.*:FutureWarning")
 def test_truncation_keep_end_equals_sft_trainer(tmp_path):
-    theirs = sft_trainer(
-        PAIRS, tiny_tokenizer(), tmp_path, max_length=9, truncation_mode="keep_end"
-    ).train_dataset
-    data = ours(PAIRS, tiny_tokenizer(), tmp_path, max_length=9, truncation_mode="keep_end")
-    rows = [data.examples[index][0].tolist() for index in range(len(data.examples))]
-    assert rows == list(theirs["input_ids"])
+    settings = {"max_length": 9, "truncation_mode": "keep_end"}
+    trainer = sft_trainer(PAIRS, tiny_tokenizer(), tmp_path, **settings)
+    assert_same_rows(ours(PAIRS, tiny_tokenizer(), tmp_path, **settings), trainer)
 
 
 @pytest.mark.parametrize(
@@ -217,26 +185,20 @@ def test_truncation_keep_end_equals_sft_trainer(tmp_path):
 )
 @pytest.mark.parametrize("as_pairs", [False, True])
 def test_assistant_tokens_without_generation_marks_equal_sft_trainer(tmp_path, name, as_pairs):
-    template = (files("trl") / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
-    rows = [row for row in CHAT_PAIRS if as_pairs] or [
-        {"messages": row["messages"]} for row in CONVERSATIONS
-    ]
-    theirs = sft_trainer(
-        rows, tiny_tokenizer(template), tmp_path, assistant_only_loss=True
-    ).train_dataset
-    data = ours(rows, tiny_tokenizer(template), tmp_path, assistant_only_loss=True)
-    examples = [data.examples[index] for index in range(len(data.examples))]
-    assert [ids.tolist() for ids, _ in examples] == list(theirs["input_ids"])
-    assert [labels.tolist() for _, labels in examples] == list(theirs["labels"])
+    rows, template = CHAT_PAIRS if as_pairs else CONVERSATIONS, trl_template(name)
+    theirs, data = (
+        make(rows, tiny_tokenizer(template), tmp_path, assistant_only_loss=True)
+        for make in (sft_trainer, ours)
+    )
+    assert_same_rows(data, theirs)
 
 
 def test_assistant_tokens_derived_equal_those_of_the_marked_template():
     for row in CONVERSATIONS:
-        derived = ChatRenderer(tiny_tokenizer(CHATML)).ids_and_mask(
-            Conversation(row["messages"], "here")
-        )
-        marked = ChatRenderer(tiny_tokenizer(CHATML_MARKED)).ids_and_mask(
-            Conversation(row["messages"], "here")
+        said = Conversation(row["messages"], "here")
+        derived, marked = (
+            ChatRenderer(tiny_tokenizer(template)).ids_and_mask(said)
+            for template in (CHATML, CHATML_MARKED)
         )
         assert derived == marked
         assert any(derived[1])
@@ -251,18 +213,13 @@ def test_batches_of_a_training_equal_sft_trainer(tmp_path):
             seen.append({key: inputs[key].clone() for key in inputs})
             return torch.zeros(())
 
-    settings = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 3,
-        "num_train_epochs": 2,
-        "seed": 3,
-    }
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    settings |= {"num_train_epochs": 2, "seed": 3}
     trainer = sft_trainer(rows, tiny_tokenizer(), tmp_path, **settings)
     trainer.__class__ = Recording
     trainer.train()
     write_jsonl(tmp_path / "rows.jsonl", rows)
-    config = make_config(tmp_path, {"train": "rows.jsonl"}, **settings)
-    data = load_data(config, tiny_tokenizer())
+    data = load_data(make_config(tmp_path, {"train": "rows.jsonl"}, **settings), tiny_tokenizer())
     batches = [batch for step in range(data.total_steps) for batch in data.step_batches(step)]
     assert len(batches) == len(seen) == 8
     for mine, theirs in zip(batches, seen, strict=True):
@@ -272,43 +229,36 @@ def test_batches_of_a_training_equal_sft_trainer(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        (["text"], "text"),
-        (["prompt", "completion", "text"], "prompt_completion"),
-        (["messages", "id"], "messages"),
-        (["conversations"], "messages"),
-        (["instruction", "input", "output", "text"], "alpaca"),
-        (["instruction", "output"], "alpaca"),
+        (dict.fromkeys(["text"]), "text"),
+        (dict.fromkeys(["prompt", "completion", "text"]), "prompt_completion"),
+        (dict.fromkeys(["messages", "id"]), "messages"),
+        (dict.fromkeys(["conversations"]), "messages"),
+        (dict.fromkeys(["instruction", "input", "output", "text"]), "alpaca"),
+        (dict.fromkeys(["instruction", "output"]), "alpaca"),
+        ({"prompt": None, "completion": None, "messages": [], "text": None}, "messages"),
     ],
 )
-def test_detect_format_by_fields(fields, name):
-    assert detect_format(dict.fromkeys(fields), "here", "text") == name
-
-
-def test_detect_format_goes_by_the_fields_that_are_not_null():
-    fields = {"prompt": None, "completion": None, "messages": [], "text": None}
-    assert detect_format(fields, "here", "text") == "messages"
+def test_detect_format_by_fields_that_are_not_null(fields, name):
+    assert detect_format(fields, "here", "text") == name
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        (["question", "answer"], "from the fields question, answer"),
         (["prompt", "chosen", "rejected"], "prompt, chosen, rejected are those of preference data"),
         (["chosen", "rejected"], "those of preference data, not of supervised"),
         (["instruction", "input", "chosen", "rejected"], "those of preference data"),
         (["prompt", "completions", "labels"], "those of data of stepwise supervision"),
     ],
 )
-def test_detect_format_names_data_of_other_methods(fields, message):
+def test_detect_format_names_unknown_fields_and_data_of_other_methods(fields, message):
     with pytest.raises(DataError, match=f"^here: .*{message}"):
         detect_format(dict.fromkeys(fields, "a"), "here", "text")
 
 
-def test_detect_format_unknown_lists_the_fields():
-    with pytest.raises(DataError, match=r"here: .* from the fields question, answer"):
-        detect_format({"question": "?", "answer": "!"}, "here", "text")
-
-
 GOOD = chat("Hello", "Hi")
+ASKED = {"role": "user", "content": None}
 
 
 @pytest.mark.parametrize(
@@ -330,13 +280,9 @@ GOOD = chat("Hello", "Hi")
         ("messages", {"messages": ["hello"]}, r"messages\[0\] must be an object, found a text"),
         ("messages", {"messages": [{"content": "a"}]}, r"messages\[0\] has no role; .* content"),
         ("messages", {"messages": [*GOOD, {"role": "user"}]}, r"messages\[2\] has no content"),
-        (
-            "messages",
-            {"messages": [{"role": "user", "content": None, "tool_calls": None}]},
-            "has no content",
-        ),
-        ("messages", {"messages": [{"role": "user", "content": 3}]}, "found a number"),
-        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not text"),
+        ("messages", {"messages": [{**ASKED, "tool_calls": None}]}, "has no content"),
+        ("messages", {"messages": [{**ASKED, "content": 3}]}, "found a number"),
+        ("messages", {"messages": [{**ASKED, "content": [{"type": "image"}]}]}, "not text"),
         ("messages", {"messages": chat("a", "b\udc00")}, r"messages\[1\] holds half of a surr"),
         ("messages", {"messages": chat("only a question")}, "no assistant message"),
         ("messages", {"messages": GOOD, "tools": "{"}, "the field tools: not JSON"),
@@ -363,32 +309,27 @@ def test_formatter_option_that_cannot_apply_is_an_error(name, option, rows):
         formatter_of(name, tiny_tokenizer(), **{option: True})([Record("f:1", rows[0])])
 
 
-def test_formatter_without_chat_template_gives_advice():
-    with pytest.raises(DataError, match="no chat template") as caught:
-        formatter_of("messages", tiny_tokenizer())([Record("f:1", CONVERSATIONS[0])])
-    assert "data.chat_template_path" in str(caught.value)
+@pytest.mark.parametrize(
+    ("name", "tokenizer", "fields", "said", "advice"),
+    [
+        ("messages", {}, CONVERSATIONS[0], "no chat template", "data.chat_template_path"),
+        ("text", {"eos_token": None}, TEXT[0], "no end-of-sequence token", "data.add_eos"),
+        ("messages", {"template": "{{ raise_exception('roles must alternate') }}"},
+         CONVERSATIONS[0], "f:1: .* roles must alternate", "user, assistant, user, assistant"),
+        ("messages", {"template": CHATML + "{% generation %}{% endgeneration %}"},
+         CONVERSATIONS[0], "marks no token of the assistant", ""),
+    ],
+)  # fmt: skip
+def test_formatter_without_what_it_needs_gives_advice(name, tokenizer, fields, said, advice):
+    with pytest.raises(DataError, match=said) as caught:
+        formatter_of(name, tiny_tokenizer(**tokenizer))([Record("f:1", fields)])
+    assert advice in str(caught.value)
 
 
-def test_formatter_without_eos_token_gives_advice():
+def test_formatter_without_eos_token_needs_none_that_it_does_not_add():
     tokenizer = tiny_tokenizer(eos_token=None)
-    with pytest.raises(DataError, match=r"no end-of-sequence token") as caught:
-        formatter_of("text", tokenizer)([Record("f:1", TEXT[0])])
-    assert "data.add_eos" in str(caught.value)
     [(ids, _)] = formatter_of("text", tokenizer, add_eos=False)([Record("f:1", TEXT[0])])
     assert tokenizer.decode(ids) == "The fox"
-
-
-def test_chat_template_that_refuses_names_line_and_roles():
-    template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"f:1: .* roles must alternate") as caught:
-        formatter_of("messages", tiny_tokenizer(template))([Record("f:1", CONVERSATIONS[0])])
-    assert "user, assistant, user, assistant" in str(caught.value)
-
-
-def test_chat_template_marks_around_nothing_is_an_error():
-    template = CHATML + "{% generation %}{% endgeneration %}"
-    with pytest.raises(DataError, match="marks no token of the assistant"):
-        formatter_of("messages", tiny_tokenizer(template))([Record("f:1", CONVERSATIONS[0])])
 
 
 def test_conversations_from_value_and_null_keys_equal_messages():
@@ -398,12 +339,7 @@ def test_conversations_from_value_and_null_keys_equal_messages():
     rows = [
         {"messages": messages},
         {"messages": [{**message, "tool_calls": None} for message in messages]},
-        {
-            "conversations": [
-                {"from": names[message["role"]], "value": message["content"]}
-                for message in messages
-            ]
-        },
+        {"conversations": [{"from": names[m["role"]], "value": m["content"]} for m in messages]},
     ]
     first, second, third = formatter([Record("f:1", row) for row in rows])
     assert first == second == third
@@ -435,7 +371,7 @@ PARTS = (
 
 def test_the_template_of_a_processor_gets_text_as_parts():
     tokenizer = tiny_tokenizer(PARTS)
-    plain = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A fox."}]
+    plain = chat("What?", "A fox.")
     parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in plain]
     expected = tokenizer.apply_chat_template(parts, chat_template=PARTS, tokenize=False)
     assert "What?" in expected
@@ -458,7 +394,7 @@ FOLLOWED = [
     {"instruction": "Add.", "context": "2 and 2", "response": "4"},
     {"question": "Sum?", "context": "2 and 2", "answer": "4"},
     {"Question": "2 and 2?", "Answer": "4"},
-    {"dialog": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "2"}]},
+    {"dialog": chat("2?", "2")},
     {"content": "two and two"},
     {"article_body": "two and two"},
 ]

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from importlib.resources import files
 from itertools import groupby
+from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hetero_framework.data import load_data
+from hetero_framework.data import TrainData, load_data
 from hetero_framework.data.chat import ChatRenderer, find_turns, mark_turns, numbered
 from hetero_framework.data.conversations import Conversation, Remarks
 from hetero_framework.errors import DataError
-from tests.unit.data_helpers import CHATML, CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
+from tests.unit.data_helpers import (
+    CHATML,
+    CHATML_MARKED,
+    chat,
+    make_config,
+    tiny_tokenizer,
+    trl_template,
+    write_jsonl,
+)
 
 TEMPLATES = files("trl") / "chat_templates"
 FAMILIES = sorted(
@@ -44,16 +53,16 @@ PARAMETERS = {
 }
 TOOL = {"name": "find", "description": "Find it.", "parameters": PARAMETERS}
 TOOLS = {"tools": [{"type": "function", "function": TOOL}]}
-MULTI = [user("a"), assistant("b"), user("c"), assistant("d")]
+MULTI = chat("a", "b", "c", "d")
 CASES = {
-    "single": ([user("two?"), assistant("It is four.")], {}),
+    "single": (chat("two?", "It is four."), {}),
     "multi": (MULTI, {}),
-    "system": ([{"role": "system", "content": "Be brief."}, *MULTI], {}),
+    "system": (chat("a", "b", "c", "d", system="Be brief."), {}),
     "assistant first": ([assistant("hello"), *MULTI], {}),
     "assistant twice": ([user("a"), assistant("b"), assistant("c"), *MULTI], {}),
     "user last": ([*MULTI, user("e")], {}),
-    "other letters": ([user("ü"), assistant("漢字 🦊."), user("é"), assistant("\n \n🦊.")], {}),
-    "white space": ([user("a"), assistant("\n b \n"), user("c"), assistant(" d\n\n\ne ")], {}),
+    "other letters": (chat("ü", "漢字 🦊.", "é", "\n \n🦊."), {}),
+    "white space": (chat("a", "\n b \n", "c", " d\n\n\ne "), {}),
     "no thinking": (MULTI, {"enable_thinking": False}),
     "thinking": (
         [user("a"), assistant("b", reasoning_content="one"), user("c"),
@@ -61,9 +70,7 @@ CASES = {
         {},
     ),
     "thinking in the content": (
-        [user("a"), assistant("<think>\none\n</think>\n\nb"), user("c"),
-         assistant("<think>\ntwo\n</think>\n\nd")],
-        {},
+        chat("a", "<think>\none\n</think>\n\nb", "c", "<think>\ntwo\n</think>\n\nd"), {}
     ),
     "call": (
         [user("?"), assistant("", tool_calls=[CALL]), FOUND, assistant("It is."), *MULTI], TOOLS
@@ -76,26 +83,17 @@ CASES = {
 }  # fmt: skip
 
 
-def read(name: str) -> str:
-    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-
-
 def of_trl(name: str, tokenizer: PreTrainedTokenizerFast, messages, arguments):
     """What SFTTrainer makes with `assistant_only_loss`, or the error."""
-    template = read(f"{name}_training")
+    template = trl_template(f"{name}_training")
     if ChatRenderer(tokenizer)._takes_parts:
         messages = [
             {**message, "content": [{"type": "text", "text": message["content"]}]}
             for message in messages
         ]
     try:
-        encoding = tokenizer.apply_chat_template(
-            messages,
-            chat_template=template,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **arguments,
-        )
+        how = {"return_dict": True, "return_assistant_tokens_mask": True, **arguments}
+        encoding = tokenizer.apply_chat_template(messages, chat_template=template, **how)
     except Exception as error:  # whatever a template raises
         return error
     return encoding["input_ids"], [bool(bit) for bit in encoding["assistant_masks"]]
@@ -105,7 +103,7 @@ def of_trl(name: str, tokenizer: PreTrainedTokenizerFast, messages, arguments):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_and_mask_equal_those_of_the_training_templates_of_trl(name, case):
     messages, arguments = CASES[case]
-    tokenizer = tiny_tokenizer(read(name))
+    tokenizer = tiny_tokenizer(trl_template(name))
     expected = of_trl(name, tokenizer, messages, arguments)
     renderer = ChatRenderer(tokenizer)
     if isinstance(expected, Exception):
@@ -148,7 +146,7 @@ FIRST = [assistant("hello"), user("a"), assistant("b")]
     ],
 )
 def test_a_first_message_of_the_assistant_trains_its_text_alone(template, expected):
-    assert texts_of(read(template), FIRST) == expected
+    assert texts_of(trl_template(template), FIRST) == expected
 
 
 @pytest.mark.parametrize(
@@ -223,16 +221,20 @@ WEIGHTS = [user("two"), assistant("three", weight=0), user("sure?"), assistant("
 def test_a_message_of_weight_0_is_not_trained(template):
     assert texts_of(template, WEIGHTS) == ["four<|im_end|>\n"]
     plain = tiny_tokenizer(template).apply_chat_template(
-        [user("two"), assistant("three"), user("sure?"), assistant("four")], tokenize=False
+        chat("two", "three", "sure?", "four"), tokenize=False
     )
     covered = texts_of(template, WEIGHTS, assistant_only=False)
     assert covered == plain.split("three<|im_end|>\n")
 
 
+def loaded(folder: Path, messages: list, template: str) -> TrainData:
+    """Two conversations, these messages and others."""
+    write_jsonl(folder / "rows.jsonl", [{"messages": messages}, {"messages": MULTI}])
+    return load_data(make_config(folder, {"train": "rows.jsonl"}), tiny_tokenizer(template))
+
+
 def test_an_example_with_all_weights_0_is_left_out(tmp_path):
-    rows = [{"messages": [user("a"), assistant("b", weight=0)]}, {"messages": MULTI}]
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    data = load_data(make_config(tmp_path, {"train": "rows.jsonl"}), tiny_tokenizer(CHATML))
+    data = loaded(tmp_path, [user("a"), assistant("b", weight=0)], CHATML)
     assert len(data.examples) == 1
     assert any("1 of 2 examples have no token to learn from" in line for line in data.report)
 
@@ -251,7 +253,7 @@ def test_an_example_with_all_weights_0_is_left_out(tmp_path):
 )  # fmt: skip
 def test_content_left_out_by_the_template_is_counted(name, messages, arguments, count):
     notes = Remarks()
-    renderer = ChatRenderer(tiny_tokenizer(read(name)), notes=notes)
+    renderer = ChatRenderer(tiny_tokenizer(trl_template(name)), notes=notes)
     renderer.ids_and_mask(Conversation(messages, "f:1", arguments))
     about = [note for note in notes if "field" not in note]
     assert about == [
@@ -261,10 +263,7 @@ def test_content_left_out_by_the_template_is_counted(name, messages, arguments, 
 
 
 def test_the_report_names_content_left_out_by_the_template(tmp_path):
-    rows = [{"messages": CASES["thinking"][0]}, {"messages": MULTI}]
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    tokenizer = tiny_tokenizer(read("nemotron_3_nano"))
-    data = load_data(make_config(tmp_path, {"train": "rows.jsonl"}), tokenizer)
+    data = loaded(tmp_path, CASES["thinking"][0], trl_template("nemotron_3_nano"))
     said = f"train: warning: the chat template leaves out thinking (first {tmp_path}"
     assert any(line.startswith(said) for line in data.report)
 
@@ -273,7 +272,7 @@ def test_the_report_names_content_left_out_by_the_template(tmp_path):
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, None])
 def test_a_message_that_the_template_does_not_write_is_refused(template, assistant_only):
     if template is None:
-        template = read("qwen2_5")
+        template = trl_template("qwen2_5")
         messages = [user("a"), {"role": "function_call", "content": "b"}, assistant("b")]
     else:
         drops = "{% set messages = messages | rejectattr('role', 'equalto', 'other') | list %}"
@@ -289,7 +288,7 @@ def test_arguments_of_calls_are_given_as_the_template_takes_them():
     as_text = {**CALL, "function": {**function, "arguments": '{"x": "Paris"}'}}
     for name in ("deepseekv3", "qwen3_5_think"):
         texts = [
-            texts_of(read(name), [user("?"), assistant("", tool_calls=[call])], TOOLS)
+            texts_of(trl_template(name), [user("?"), assistant("", tool_calls=[call])], TOOLS)
             for call in (CALL, as_text)
         ]
         assert texts[0] == texts[1]

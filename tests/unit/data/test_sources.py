@@ -27,9 +27,8 @@ ROWS = [{"text": "one"}, {"text": "zwei ü"}, {"text": "three"}]
 def read(
     spec: str | list[str], base_dir: Path, split: str = "train", said: list[str] | None = None
 ) -> list[dict]:
-    reader = SplitReader(split)
-    said = [] if said is None else said
-    records = reader.read(find_sources(spec, base_dir), said.append)
+    say = print if said is None else said.append
+    records = SplitReader(split).read(find_sources(spec, base_dir), say)
     return [record.fields for record in records]
 
 
@@ -40,29 +39,37 @@ def zstandard(content: bytes) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+def gzipped(content: bytes) -> bytes:
+    return gzip.compress(content, mtime=0)
+
+
 def as_jsonl(rows: list[dict]) -> str:
     return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+
+
+LINES = as_jsonl(ROWS).encode()
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid"
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.jsonl", as_jsonl(ROWS).encode()),
-        ("newline_at_end.jsonl", as_jsonl(ROWS).encode() + b"\n"),
-        ("bom.jsonl", b"\xef\xbb\xbf" + as_jsonl(ROWS).encode()),
+        ("a.jsonl", LINES),
+        ("newline_at_end.jsonl", LINES + b"\n"),
+        ("bom.jsonl", b"\xef\xbb\xbf" + LINES),
         ("crlf.jsonl", as_jsonl(ROWS).replace("\n", "\r\n").encode() + b"\r\n"),
         ("blank.jsonl", as_jsonl(ROWS).replace("\n", "\n\n  \n").encode() + b"\n\n"),
-        ("a.jsonl.gz", gzip.compress(as_jsonl(ROWS).encode(), mtime=0)),
-        ("a.jsonl.xz", lzma.compress(as_jsonl(ROWS).encode())),
-        ("a.jsonl.zst", zstandard(as_jsonl(ROWS).encode())),
-        ("renamed_gzip.jsonl", gzip.compress(as_jsonl(ROWS).encode(), mtime=0)),
+        ("a.jsonl.gz", gzipped(LINES)),
+        ("a.jsonl.xz", lzma.compress(LINES)),
+        ("a.jsonl.zst", zstandard(LINES)),
+        ("renamed_gzip.jsonl", gzipped(LINES)),
         ("list.json", json.dumps(ROWS, indent=2).encode()),
         ("list_in_a_line.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
         ("data.json", json.dumps({"data": ROWS}).encode()),
         ("data_and_more.json", json.dumps({"version": 1, "data": ROWS}).encode()),
-        ("lines.json", as_jsonl(ROWS).encode()),
+        ("lines.json", LINES),
         ("data_first.json", json.dumps({"data": ROWS, "version": {"of": [1]}}).encode()),
-        ("upper.JSONL", as_jsonl(ROWS).encode()),
+        ("upper.JSONL", LINES),
         ("plain.txt", "one\nzwei ü\nthree".encode()),
         ("plain_end.txt", "one\r\nzwei ü\r\nthree\r\n".encode()),
     ],
@@ -132,11 +139,8 @@ def test_find_sources_brackets_in_names_are_not_a_pattern(tmp_path):
         ("a.jsonl", b'[{"text": "a"}]', r"a\.jsonl:1: expected .* goes into a \.json file"),
         ("a.jsonl", b'{\n "text": "a"\n}', r"a\.jsonl:1: not JSON .* each line is one object"),
         ("a.jsonl", b'{"t": 1}\n{"t": 1, "t": 2}', r'a\.jsonl:2: t: the key "t" is given twice'),
-        (
-            "a.jsonl",
-            b'{"messages": [{"role": "user"}, {"role": "a", "content": "b", "role": "c"}]}',
-            r'a\.jsonl:1: messages\[1\]\.role: the key "role" is given twice in one object',
-        ),
+        ("a.jsonl", b'{"messages": [{"role": "user"}, {"role": "a", "content": "b", "role": "c"}]}',
+         r'a\.jsonl:1: messages\[1\]\.role: the key "role" is given twice in one object'),
         ("a.json", b'[{"t": 1},\n {"u": {"t": 1, "t": 1}}]', r"a\.json:2: u\.t: the key"),
         ("a.json", b'{"data": [{"t": 1}],\n "data": [{"t": 2}]}', r"json:2: data: the key"),
         ("a.json", b'{"v": 1, "data": [{"t": 1}], "v": 2}', r"json:1: v: the key"),
@@ -145,22 +149,18 @@ def test_find_sources_brackets_in_names_are_not_a_pattern(tmp_path):
         ("a.json", b'{"v": 1, "data": [{"t": 1}], "data": []}', r"json:1: data: the key"),
         ("a.json", b'[{"t": 1}]\n[{"t": 2}]', r"a\.json:2: not JSON, more follows the list"),
         ("a.json", b'{"data": [{"t": 1}]}\n{"t": 2}', r"json:2: not JSON, more follows the list"),
-        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS .*git lfs pull"),
-        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "a Git LFS pointer"),
-        (
-            "a.jsonl.gz",
-            gzip.compress(b"version https://git-lfs.github.com/spec/v1", mtime=0),
-            "Git LFS",
-        ),
+        ("a.jsonl", POINTER, "Git LFS .*git lfs pull"),
+        ("a.parquet", POINTER, "a Git LFS pointer"),
+        ("a.jsonl.gz", gzipped(POINTER), "Git LFS"),
         ("a.json", b"\n<!DOCTYPE html><html>", r"a\.json is an HTML page, not the data"),
         ("a.jsonl", '{"text": "a"}'.encode("utf-16-le"), r"a\.jsonl holds UTF-16 text"),
         ("a.txt", '{"text": "a"}'.encode("utf-16-be"), r"a\.txt holds UTF-16 text"),
         ("a.jsonl", b"", r"a\.jsonl holds no example: it is empty"),
-        ("a.jsonl.gz", gzip.compress(b"", mtime=0), r"a\.jsonl\.gz holds no example: it is empty"),
+        ("a.jsonl.gz", gzipped(b""), r"a\.jsonl\.gz holds no example: it is empty"),
         ("a.parquet", b"", r"a\.parquet holds no example: it is empty"),
         ("a.jsonl", b" \n\n", r"a\.jsonl holds no example"),
         ("a.json", b"[]", r"a\.json holds no example"),
-        ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), r"a\.parquet\.gz is compressed Parquet"),
+        ("a.parquet.gz", gzipped(b"PAR1"), r"a\.parquet\.gz is compressed Parquet"),
         ("a.jsonl", b'{"t": ' + b"1" * 5000 + b"}", r"a\.jsonl:1: too deep or too long a value"),
         ("a.json", b'[{"t": ' + b"1" * 5000 + b"}]", r"a\.json:1: too deep or too long a value"),
         ("a.jsonl", b"\xff\xfe{\x00", r"UTF-16"),
@@ -174,21 +174,10 @@ def test_find_sources_brackets_in_names_are_not_a_pattern(tmp_path):
         ("a.jsonl", b'{"t": 1} {"t": 2}', r"a\.jsonl:1: not JSON after column 8"),
         ("a.json", b'"text"', r"a\.json: expected a list of objects"),
         ("a.json", b'{"data": [{"t": 1},\n7]}', r"a\.json:2: expected a JSON object"),
-        (
-            "a.jsonl.gz",
-            gzip.compress(b'{"t": 1}' * 99, mtime=0)[:-9],
-            r"a\.jsonl\.gz: damaged gzip",
-        ),
-        (
-            "a.jsonl.xz",
-            lzma.compress(b'{"t": 1}' * 99)[:-9],
-            r"a\.jsonl\.xz: damaged xz file",
-        ),
-        (
-            "a.jsonl.zst",
-            zstandard(b'{"t": 1}\n' * 9999)[:-9],
-            r"a\.jsonl\.zst: Truncated compressed stream",
-        ),
+        ("a.jsonl.gz", gzipped(b'{"t": 1}' * 99)[:-9], r"a\.jsonl\.gz: damaged gzip"),
+        ("a.jsonl.xz", lzma.compress(b'{"t": 1}' * 99)[:-9], r"a\.jsonl\.xz: damaged xz file"),
+        ("a.jsonl.zst", zstandard(b'{"t": 1}\n' * 9999)[:-9],
+         r"a\.jsonl\.zst: Truncated compressed stream"),
         ("a.parquet", b"PAR1 and nothing else", r"a\.parquet: damaged Parquet file"),
         ("a.parquet", b"hello", r"a\.parquet is not a Parquet file"),
         ("a.jsonl", b"\x80\x04}\x94.", r"a\.jsonl holds pickle data"),
@@ -197,7 +186,7 @@ def test_find_sources_brackets_in_names_are_not_a_pattern(tmp_path):
         ("a.pt", b"PK\x03\x04", r"pickled format, which can run code"),
         ("a.xlsx", b"PK", r"a\.xlsx: unknown kind of file \.xlsx"),
     ],
-)
+)  # fmt: skip
 def test_read_records_bad_file_names_file_and_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -244,15 +233,8 @@ def test_read_records_damaged_saved_dataset_is_a_clear_error(tmp_path):
 
 
 SPLITS = [
-    "train",
-    "train[:2]",
-    "train[2:]",
-    "train[-3:]",
-    "train[:10%]",
-    "train[10%:55%]",
-    "train[:-20%]",
-    "train[3:100]",
-    "train[:2]+train[-1:]",
+    *("train", "train[:2]", "train[2:]", "train[-3:]", "train[:10%]", "train[10%:55%]"),
+    *("train[:-20%]", "train[3:100]", "train[:2]+train[-1:]"),
 ]
 
 
@@ -313,14 +295,12 @@ def test_a_folder_has_the_splits_of_load_dataset(tmp_path, files, split):
     folder_of(files, folder)
     for file in folder.glob("*.parquet"):
         datasets.Dataset.from_list([{"text": file.name}] * 4).to_parquet(str(file))
+    cache = str(tmp_path / "cache")
     try:
-        expected = datasets.load_dataset(
-            str(folder), split=split, cache_dir=str(tmp_path / "cache")
-        ).to_list()
+        expected = datasets.load_dataset(str(folder), split=split, cache_dir=cache).to_list()
     except (ValueError, KeyError):
-        with pytest.raises(
-            DataError, match=r"folder has no split '(test|validation)', only 'train'"
-        ):
+        text = r"folder has no split '(test|validation)', only 'train'"
+        with pytest.raises(DataError, match=text):
             read("folder", tmp_path, split)
     else:
         assert read("folder", tmp_path, split) == expected
@@ -380,12 +360,8 @@ def test_columns_of_json_are_read_and_filled_nulls_left_out(tmp_path):
         {"m": [{"role": "a", "args": {"x": None, "y": [1, None]}}, {"n": None}], "o": None},
         {"m": [{"role": "b", "args": {}}], "o": {"p": 1, "q": {"r": 2}}},
     ]
-    features = datasets.Features(
-        {
-            "m": datasets.List(datasets.Json()),
-            "o": {"p": datasets.Value("int64"), "q": datasets.Json()},
-        }
-    )
+    inner = {"p": datasets.Value("int64"), "q": datasets.Json()}
+    features = datasets.Features({"m": datasets.List(datasets.Json()), "o": inner})
     stored = datasets.Dataset.from_list(rows, features=features)
     stored.to_parquet(str(tmp_path / "a.parquet"))
     stored.save_to_disk(str(tmp_path / "saved"))
@@ -449,13 +425,13 @@ def test_a_kind_of_file_is_one_entry_of_the_registry(tmp_path, monkeypatch):
 
 
 def test_xz_of_several_streams_is_read_to_its_end(tmp_path):
-    one = lzma.compress(as_jsonl(ROWS).encode() + b"\n")
+    one = lzma.compress(LINES + b"\n")
     (tmp_path / "a.jsonl.xz").write_bytes(one + bytes(8) + one + one + bytes(4))
     assert read("a.jsonl.xz", tmp_path) == ROWS * 3
 
 
 def test_xz_that_asks_for_much_memory_is_refused(tmp_path):
-    packed = bytearray(lzma.compress(as_jsonl(ROWS).encode()))
+    packed = bytearray(lzma.compress(LINES))
     end = 12 + 4 * packed[12]  # of the first block's header, before its checksum
     assert packed[14:16] == b"\x21\x01"  # LZMA2 and the size of its settings
     packed[16] = 39  # 3 GiB
@@ -468,22 +444,16 @@ def test_xz_that_asks_for_much_memory_is_refused(tmp_path):
 def test_a_saved_set_without_rows_is_named(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": []}).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(DataError, match="saved"):
-        list(SplitReader("train").read(find_sources("saved", tmp_path), print))
+        read("saved", tmp_path)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64])
 def test_json_is_the_same_whatever_part_of_it_is_read_at_once(tmp_path, chunk, monkeypatch):
-    rows = [
-        {"text": 'a"\\ü\U0001f600\n', "n": -1.5e-3, "l": [[], {}, True, None]},
-        {"text": "b"},
-    ] * 3
-    texts = [
-        json.dumps(rows, indent=1),
-        json.dumps({"v": 12, "data": rows, "w": [1]}),
-        as_jsonl(rows),
-    ]
+    odd = {"text": 'a"\\ü\U0001f600\n', "n": -1.5e-3, "l": [[], {}, True, None]}
+    rows = [odd, {"text": "b"}] * 3
+    whole = json.dumps({"v": 12, "data": rows, "w": [1]})
     monkeypatch.setattr(json_list, "_CHUNK", chunk)
-    for text in texts:
+    for text in (json.dumps(rows, indent=1), whole, as_jsonl(rows)):
         (tmp_path / "a.json").write_bytes(text.encode())
         assert read("a.json", tmp_path) == rows
     (tmp_path / "a.json").write_text('[{"t": 1},\n {"t": 1}, {"t": }]')

@@ -20,9 +20,19 @@ from hetero_framework.data.tokenizer import choose_pad_token, read_tokenizer
 from hetero_framework.data.train_data import display
 from hetero_framework.errors import DataError
 from tests.installed import needs
-from tests.unit.data_helpers import CHATML, CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
+from tests.unit.data_helpers import (
+    CHATML,
+    CHATML_MARKED,
+    chat,
+    make_config,
+    tiny_tokenizer,
+    write_jsonl,
+)
 
 ROWS = [{"text": "The fox " * (index % 4 + 1)} for index in range(11)]
+
+
+CHAT = [{"messages": chat("a", "b")}]
 
 
 def load(tmp_path, rows, *, vocab_size=None, tokenizer=None, training=None, **data):
@@ -48,15 +58,8 @@ def test_load_data_report_says_format_counts_and_padding(tmp_path):
 
 
 def test_load_data_same_rows_from_other_kinds_of_file_are_the_same_data(tmp_path):
-    messages = [
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-        {
-            "messages": [
-                {"role": "user", "content": "c"},
-                {"role": "assistant", "content": "d", "name": "fox"},
-            ]
-        },
-    ]
+    asked, answer = chat("c", "d")
+    messages = [*CHAT, {"messages": [asked, {**answer, "name": "fox"}]}]
     datasets.Dataset.from_list(messages).to_parquet(str(tmp_path / "b.parquet"))
     datasets.Dataset.from_list(messages).save_to_disk(str(tmp_path / "saved"))
     (tmp_path / "c.json").write_text(json.dumps({"data": messages}, indent=1))
@@ -138,10 +141,8 @@ def test_evaluation_sets_have_names_and_count_for_the_longest_row(tmp_path):
     write_jsonl(tmp_path / "long.jsonl", [{"text": "word " * 50}])
     sets = {"short": "short.jsonl", "copied": "train.jsonl", "long": ["long.jsonl", "short.jsonl"]}
     data = load(tmp_path, ROWS, eval=sets)
-    assert {name: len(rows) for name, rows in data.eval_sets.items()} == {
-        **{"short": 2, "copied": len(ROWS)},
-        "long": 3,
-    }
+    lengths = {name: len(rows) for name, rows in data.eval_sets.items()}
+    assert lengths == {"short": 2, "copied": len(ROWS), "long": 3}
     assert data.longest == data.eval_sets["long"].longest > data.examples.longest
     assert len(data.eval_batches("short")[0]["input_ids"]) == 2
     assert "warning: the evaluation data copied are the training data" in data.report
@@ -149,33 +150,28 @@ def test_evaluation_sets_have_names_and_count_for_the_longest_row(tmp_path):
     assert load(tmp_path, ROWS).eval_sets == {}
 
 
-def test_load_data_eval_equal_to_train_warns(tmp_path):
-    data = load(tmp_path, ROWS, eval="train.jsonl")
-    assert "warning: the evaluation data are the training data" in data.report
-
-
-def test_load_data_prompts_that_merge_with_completions_are_counted(tmp_path):
-    data = load(tmp_path, [{"prompt": "the qui", "completion": "ck fox"}])
-    assert any("1 prompts are tokenised differently" in line for line in data.report)
-
-
-def test_load_data_template_with_a_date_warns(tmp_path):
-    template = "{{ strftime_now('%d %b %Y') }}" + CHATML_MARKED
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
-    data = load(tmp_path, rows, tokenizer=tiny_tokenizer(template))
-    assert any("today's date" in line for line in data.report)
+DATED = "{{ strftime_now('%d %b %Y') }}" + CHATML_MARKED
+ENDLESS = CHATML_MARKED.replace("<|im_end|>", "")
+STOP = "may not learn to stop"
 
 
 @pytest.mark.parametrize(
-    ("template", "warns"), [(CHATML_MARKED, False), (CHATML_MARKED.replace("<|im_end|>", ""), True)]
-)
-def test_load_data_template_without_an_end_of_turn_warns(tmp_path, template, warns):
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
-    data = load(tmp_path, rows, tokenizer=tiny_tokenizer(template))
-    assert any("may not learn to stop" in line for line in data.report) == warns
+    ("rows", "template", "files", "remark", "is_said"),
+    [
+        (ROWS, None, {"eval": "train.jsonl"}, "evaluation data are the training data", True),
+        ([{"prompt": "the qui", "completion": "ck fox"}], None, {},
+         "1 prompts are tokenised differently", True),
+        (CHAT, DATED, {}, "today's date", True),
+        (CHAT, CHATML_MARKED, {}, STOP, False),
+        (CHAT, ENDLESS, {}, STOP, True),
+    ],
+)  # fmt: skip
+def test_load_data_remarks(tmp_path, rows, template, files, remark, is_said):
+    data = load(tmp_path, rows, tokenizer=tiny_tokenizer(template), **files)
+    assert any(remark in line for line in data.report) == is_said
 
 
-SAID = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "The fox.</s>"}]
+SAID = chat("What?", "The fox.</s>")
 
 
 @needs("preferences", "classification")
@@ -187,7 +183,7 @@ SAID = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "
         ({"text": "The fox.</s>"}, "sft", "</s>"),  # that of the tokenizer
         ({"prompt": "<s>What?", "completion": " The fox.</s> \n"}, "sft", "<s></s>"),
         ({"messages": SAID}, "sft", "</s>"),
-        ({"messages": [SAID[0], {**SAID[1], "content": "The fox."}]}, "sft", ""),
+        ({"messages": chat("What?", "The fox.")}, "sft", ""),
         ({"prompt": SAID[:1], "completion": SAID[1:]}, "sft", "</s>"),
         ({"prompt": "<s>What?", "chosen": " It is.", "rejected": " No."}, "dpo", "<s></s>"),
         ({"chosen": "It is.", "rejected": "No."}, "reward", "</s>"),
@@ -206,9 +202,8 @@ def test_two_beginnings_or_ends_are_those_of_trl_and_are_named(tmp_path, row, ob
     )
     training = {"objective": objective}
     report = load(tmp_path, [row], tokenizer=tokenizer, training=training).report
-    found = re.findall(
-        r"two (\S+) follow each other.*\(first \S+jsonl:1, 1 in all", "\n".join(report)
-    )
+    text = r"two (\S+) follow each other.*\(first \S+jsonl:1, 1 in all"
+    found = re.findall(text, "\n".join(report))
     assert "".join(dict.fromkeys(found)) == twice
     if row.keys() == {"text"}:  # what SFTTrainer makes of it
         text = row["text"] if row["text"].endswith("</s>") else row["text"] + "</s>"
@@ -234,11 +229,8 @@ def test_step_batches_use_data_seed_before_seed(tmp_path):
 
 
 def test_every_step_has_something_to_learn(tmp_path):
-    data = load(
-        tmp_path,
-        [*ROWS, {"text": ""}],
-        training={"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
-    )
+    training = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    data = load(tmp_path, [*ROWS, {"text": ""}], training=training)
     assert data.total_steps == 18
     for step in range(data.total_steps):
         assert all(num_items([batch]) > 0 for batch in data.step_batches(step))
@@ -285,73 +277,73 @@ def test_load_tokenizer_written_in_python_works_for_text(tmp_path):
     assert not tokenizer.is_fast
     ids = [load_data(config, tokenizer).examples[index][0].tolist() for index in range(2)]
     assert ids == [tokenizer(text)["input_ids"] for text in ("fox</s>", "a</s>")]
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])
+    write_jsonl(tmp_path / "a.jsonl", CHAT)
     tokenizer.chat_template = CHATML_MARKED
     with pytest.raises(DataError, match="a tokenizer written in Python"):
         load_data(config, tokenizer)
 
 
-def broken_folder(folder: Path, kind: str) -> None:
-    if kind == "absent":
-        return
-    folder.mkdir()
-    if kind == "empty":
-        return
-    tiny_tokenizer().save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    if kind == "own code":
-        settings["auto_map"] = {"AutoTokenizer": ["code.Mine", None]}
-        path.write_text(json.dumps(settings))
-    elif kind == "null for code":
-        path.write_text(json.dumps({**settings, "auto_map": None}))
-    elif kind == "odd value":
-        path.write_text(json.dumps({**settings, "tokenizer_class": 7}))
-    elif kind in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
-        (folder / kind).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    elif kind == "no vocabulary":
-        (folder / "tokenizer.json").unlink()
-        path.write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}))
-    elif kind == "broken json":
-        (folder / "tokenizer.json").write_text('{"version": ')
-    elif kind == "unknown content":
-        model = {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}
-        content = {"version": "1.0", "added_tokens": [], "model": model}
-        (folder / "tokenizer.json").write_text(json.dumps(content))
-    elif kind == "other json":
-        (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+PAGE_OF_HTML = "<!doctype html>\n<html>"
+ODD_BPE = {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}
+CODE = {"auto_map": {"AutoTokenizer": ["code.Mine", None]}}
+SETTINGS = "tokenizer_config.json"
+FILES = ("tokenizer.json", "tokenizer.model", SETTINGS)
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("file", "content", "message"),
     [
-        ("absent", "cannot load a tokenizer from .*model"),
-        ("empty", "holds no tokenizer files"),
-        ("own code", "code of its own .auto_map., which is never run"),
-        ("null for code", r"has null where code of its own is named .auto_map."),
-        ("odd value", "cannot load a tokenizer from .*model"),
-        ("tokenizer.json", r"tokenizer\.json is a Git LFS pointer"),
-        ("tokenizer.model", r"tokenizer\.model is a Git LFS pointer"),
-        ("tokenizer_config.json", r"tokenizer_config\.json is a Git LFS pointer"),
-        ("no vocabulary", "has no vocabulary|cannot load a tokenizer"),
-        ("broken json", r"tokenizer\.json is not readable JSON"),
-        ("unknown content", "cannot load a tokenizer from .*out of vocabulary"),
-        ("other json", r"cannot load a tokenizer from"),
+        *((file, POINTER, rf"{file} is a Git LFS pointer, not the") for file in FILES),
+        *((file, PAGE_OF_HTML, rf"{file} is an HTML page, not the file") for file in FILES),
+        (SETTINGS, CODE, "code of its own .auto_map., which is never run"),
+        (SETTINGS, {"auto_map": None}, r"has null where code of its own is named .auto_map."),
+        (SETTINGS, {"tokenizer_class": 7}, "cannot load a tokenizer from .*model"),
+        ("tokenizer.json", '{"version": ', r"tokenizer\.json is not readable JSON"),
+        ("tokenizer.json", json.dumps({"version": "1.0", "added_tokens": [], "model": ODD_BPE}),
+         "cannot load a tokenizer from .*out of vocabulary"),
+        ("tokenizer.json", '{"version": "1.0"}', r"cannot load a tokenizer from"),
+    ],
+)  # fmt: skip
+def test_load_tokenizer_unusable_names_the_setting(tmp_path, monkeypatch, file, content, message):
+    """A file has other content, or other settings."""
+    folder = tmp_path / "model"
+    tiny_tokenizer().save_pretrained(folder)
+    if isinstance(content, dict):
+        content = json.dumps({**json.loads((folder / file).read_text()), **content})
+    (folder / file).write_text(content)
+    assert_refused(tmp_path, monkeypatch, message)
+
+
+BARE = json.dumps({"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"})
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (None, "cannot load a tokenizer from .*model"),
+        ({}, "holds no tokenizer files"),
+        ({SETTINGS: BARE}, "has no vocabulary|cannot load a tokenizer"),
     ],
 )
-def test_load_tokenizer_unusable_names_the_setting(tmp_path, monkeypatch, kind, message):
+def test_load_tokenizer_without_its_files_names_the_setting(tmp_path, monkeypatch, files, message):
+    if files is not None:
+        (tmp_path / "model").mkdir()
+        for name, content in files.items():
+            (tmp_path / "model" / name).write_text(content)
+    assert_refused(tmp_path, monkeypatch, message)
+
+
+def assert_refused(base_dir: Path, monkeypatch: pytest.MonkeyPatch, message: str) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    broken_folder(tmp_path / "model", kind)
     with pytest.raises(DataError, match=message) as caught:
-        load_tokenizer(make_config(tmp_path))
-    assert re.search(r"model\.tokenizer|git lfs pull", str(caught.value))
+        load_tokenizer(make_config(base_dir))
+    assert re.search(r"model\.tokenizer|git lfs pull|without access", str(caught.value))
 
 
 def test_load_tokenizer_random_weights_need_model_tokenizer(tmp_path):
-    with pytest.raises(DataError, match="no tokenizer") as caught:
+    with pytest.raises(DataError, match=r"no tokenizer(.|\n)*model\.tokenizer"):
         load_tokenizer(make_config(tmp_path, model={"from_config": {"model_type": "llama"}}))
-    assert "model.tokenizer" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -371,9 +363,8 @@ def test_choose_pad_token_falls_back_and_says_so(tokens, missing, token, sentenc
 
 
 def test_choose_pad_token_without_a_choice_names_the_setting():
-    with pytest.raises(DataError, match="no token to pad with") as caught:
+    with pytest.raises(DataError, match=r"no token to pad with(.|\n)*data\.pad_token"):
         choose_pad_token(tiny_tokenizer(eos_token=None))
-    assert "data.pad_token" in str(caught.value)
 
 
 def test_padding_free_makes_one_row_of_each_micro_batch(tmp_path):
@@ -442,8 +433,8 @@ def test_configurations_of_the_page_are_valid():
 
 def test_the_row_without_padding_on_the_page_is_that_of_training():
     builder = ExamplesBuilder()
-    builder.add([8, 9], [True, True])
-    builder.add([5, 6, 7], [True, True, True])
+    for ids in ([8, 9], [5, 6, 7]):
+        builder.add(ids, [True] * len(ids))
     for name, row in pack(builder.build(), [0, 1]).items():
         assert f"| `{name}` | {' '.join(map(str, row[0].tolist()))} |" in PAGE
 
@@ -457,21 +448,6 @@ def test_the_chat_template_of_an_older_processor_is_the_tokenizers(tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "chat_template.json").write_text("[]")
     with pytest.raises(DataError, match=r"chat_template\.json"):
-        read_tokenizer(str(tmp_path), None)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "tokenizer.model"])
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "a Git LFS pointer, not the"),
-        (b"<!doctype html>\n<html>", "an HTML page, not the file"),
-    ],
-)
-def test_a_tokenizer_file_that_is_something_else_is_named(tmp_path, name, content, message):
-    tiny_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=rf"{name} is {message}"):
         read_tokenizer(str(tmp_path), None)
 
 
