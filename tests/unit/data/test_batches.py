@@ -90,25 +90,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("count", "batch", "accumulation", "epochs", "drop_last", "max_steps", "seed", "data_seed",
-     "strategy"),
-    CASES,
+SETTINGS = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs",
+    "dataloader_drop_last", "max_steps", "seed", "data_seed", "train_sampling_strategy",
 )  # fmt: skip
-def test_step_order_equals_the_trainer(
-    tmp_path, count, batch, accumulation, epochs, drop_last, max_steps, seed, data_seed, strategy
-):
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_step_order_equals_the_trainer(tmp_path, case):
+    count, settings = case[0], dict(zip(SETTINGS, case[1:], strict=True))
     examples = some_examples(count)
-    settings = {
-        "per_device_train_batch_size": batch,
-        "gradient_accumulation_steps": accumulation,
-        "num_train_epochs": epochs,
-        "dataloader_drop_last": drop_last,
-        "max_steps": max_steps,
-        "seed": seed,
-        "data_seed": data_seed,
-        "train_sampling_strategy": strategy,
-    }
     expected = trainer_steps(examples, tmp_path, **settings)
     order = SampleOrder(count, TrainingConfig(**settings), examples.lengths)
     assert order.total_steps == len(expected)
@@ -143,9 +134,8 @@ def test_step_order_each_epoch_has_every_example_once_in_another_order():
 def test_step_order_of_one_length_together_is_drawn_alike_from_any_epoch_on():
     """A resumed run asks for a late epoch first; the largest micro-batch is looked for in all."""
     examples = some_examples(40)
-    training = TrainingConfig(
-        per_device_train_batch_size=2, num_train_epochs=6, train_sampling_strategy="group_by_length"
-    )
+    settings = {"per_device_train_batch_size": 2, "num_train_epochs": 6}
+    training = TrainingConfig(**settings, train_sampling_strategy="group_by_length")
     whole = SampleOrder(40, training, examples.lengths)
     steps = [whole.step_indices(step)[0].tolist() for step in range(whole.total_steps)]
     assert len({tuple(map(tuple, steps[k : k + 20])) for k in range(0, 120, 20)}) == 6
@@ -155,7 +145,7 @@ def test_step_order_of_one_length_together_is_drawn_alike_from_any_epoch_on():
         assert order.largest(examples.lengths, 0) == (0, 0)
         assert order.step_indices(0)[0].tolist() == steps[0]
     padding = sum(int(np.ptp(examples.lengths[rows])) for rows in steps)
-    random = SampleOrder(40, TrainingConfig(per_device_train_batch_size=2, num_train_epochs=6))
+    random = SampleOrder(40, TrainingConfig(**settings))
     shuffled = [random.step_indices(step)[0] for step in range(120)]
     assert padding < sum(int(np.ptp(examples.lengths[rows])) for rows in shuffled) / 2
 
@@ -171,13 +161,9 @@ def test_largest_micro_batch_is_that_of_all_tensors_that_follow(packed, drop_las
     draw = np.random.default_rng(0)
     for count in (3, 7, 16, 23):
         examples = examples_of(*draw.integers(2, 40, count).tolist())
-        training = TrainingConfig(
-            per_device_train_batch_size=3,
-            gradient_accumulation_steps=2,
-            num_train_epochs=2.4,
-            dataloader_drop_last=drop_last,
-        )
-        order = SampleOrder(count, training)
+        settings = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+        settings |= {"num_train_epochs": 2.4, "dataloader_drop_last": drop_last}
+        order = SampleOrder(count, TrainingConfig(**settings))
         for first in range(order.total_steps + 1):
             sizes = {}
             for step in range(first, order.total_steps):

@@ -342,6 +342,8 @@ def test_empty_parts_and_equal_conversations_are_fine():
     shared = [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "The fox."}]
     assert Read({"messages": CHAT, "conversations": shared}) == Read({"messages": CHAT})
     assert Read({"messages": None, "conversations": shared}) == Read({"messages": CHAT})
+    nulls = [{**message, "tool_calls": None} for message in CHAT]
+    assert Read({"messages": nulls}) == Read({"messages": CHAT})
     pair = {"prompt": CHAT[:1], "completion": CHAT[1:]}
     assert Read({**pair, "conversations": shared}) == Read(pair)
     assert Read({**ALPACA, **empty}, format="alpaca").unused == {}

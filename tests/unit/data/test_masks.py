@@ -139,25 +139,13 @@ FIRST = [assistant("hello"), user("a"), assistant("b")]
     ("template", "expected"),
     [
         # The system prompt, the beginning-of-sequence token and the header are not the assistant's.
-        ("qwen2_5_vl", ["hello<|im_end|>\n", "b<|im_end|>\n"]),
-        ("llama3_1", ["hello<|eot_id|>", "b<|eot_id|>"]),
-        ("llama3", ["hello<|eot_id|>", "b<|eot_id|>"]),
-        ("gemma4", ["hello<turn|>\n", "b<turn|>\n"]),
-    ],
-)
-def test_a_first_message_of_the_assistant_trains_its_text_alone(template, expected):
-    assert texts_of(trl_template(template), FIRST) == expected
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
+        (trl_template("qwen2_5_vl"), ["hello<|im_end|>\n", "b<|im_end|>\n"]),
+        (trl_template("llama3_1"), ["hello<|eot_id|>", "b<|eot_id|>"]),
+        (trl_template("llama3"), ["hello<|eot_id|>", "b<|eot_id|>"]),
+        (trl_template("gemma4"), ["hello<turn|>\n", "b<turn|>\n"]),
         # Without a generation prompt.
-        (
-            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-            "{% endfor %}",
-            ["hello<|im_end|>\n", "b<|im_end|>\n"],
-        ),
+        ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
+         ["hello<|im_end|>\n", "b<|im_end|>\n"]),
         # The generation prompt in the loop, behind the last message.
         (
             "{% for m in messages %}\n<|{{ m.role }}|>\n{{ m.content + eos_token }}\n"
@@ -181,8 +169,10 @@ def test_a_first_message_of_the_assistant_trains_its_text_alone(template, expect
         # What a template marks itself.
         (CHATML_MARKED, ["hello<|im_end|>\n", "b<|im_end|>\n"]),
     ],
+    ids=["qwen2_5_vl", "llama3_1", "llama3", "gemma4", "no prompt", "prompt in the loop",
+         "by number", "other loops", "its own marks"],
 )  # fmt: skip
-def test_the_assistants_text_is_found_however_the_template_goes_over_messages(template, expected):
+def test_a_first_message_of_the_assistant_trains_its_text_alone_in_any_template(template, expected):
     assert texts_of(template, FIRST) == expected
 
 

@@ -60,9 +60,7 @@ def test_second_load_tokenises_nothing_and_is_equal_to_the_bit(
     assert cached in second.report
 
 
-def test_a_change_of_anything_the_tokens_depend_on_renews_them(
-    tmp_path: Path, tokens: Path
-) -> None:
+def test_a_change_of_what_the_tokens_depend_on_renews_them(tmp_path: Path, tokens: Path) -> None:
     load(tmp_path)
     for changed in (
         {"rows": ROWS[1:]},
@@ -117,9 +115,7 @@ def test_examples_that_are_not_cached(
     assert entries(tokens) == []
 
 
-def test_cache_that_cannot_be_written_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_cache_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "file"))
     first = load(tmp_path)

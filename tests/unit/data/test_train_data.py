@@ -158,7 +158,8 @@ STOP = "may not learn to stop"
 @pytest.mark.parametrize(
     ("rows", "template", "files", "remark", "is_said"),
     [
-        (ROWS, None, {"eval": "train.jsonl"}, "evaluation data are the training data", True),
+        (ROWS, None, {"eval": "train.jsonl"},
+         "warning: the evaluation data are the training data", True),
         ([{"prompt": "the qui", "completion": "ck fox"}], None, {},
          "1 prompts are tokenised differently", True),
         (CHAT, DATED, {}, "today's date", True),
