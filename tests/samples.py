@@ -16,6 +16,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from hetero_framework.config import Config
 from hetero_framework.core.messages import BoundaryTensor, Coded, Message
 from hetero_framework.core.tensors import to_wire
 from hetero_framework.engine.stage_api import StepInfo
@@ -122,6 +123,17 @@ def plan_of(*parts: tuple[str | int, int]) -> list[dict[str, Any]]:
         {"id": owner, "start": start, "end": end}
         for (owner, end), start in zip(parts, starts, strict=False)
     ]
+
+
+def config_for(*parts: tuple[str | int, int], device: str = "cpu", **sections: Any) -> Config:
+    """A configuration of machines on the loopback that own these parts, as in `plan_of`."""
+    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": device}
+    owners = dict.fromkeys(owner for owner, _ in parts if owner != "local")
+    machines = {
+        "coordinator": {**machine, "port": 9000},
+        "workers": [{**machine, "id": k, "port": 9000 + int(k)} for k in owners],
+    }
+    return Config.from_dict({**machines, "shard_plan": plan_of(*parts), **sections})
 
 
 def boundary_message(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,21 +132,62 @@ def chain_logits(parts: list[Shard]) -> torch.Tensor:
         return parts[-1]._run(inputs, received).logits
 
 
-def chain_backward(parts: list[Shard]) -> torch.Tensor:
-    """Loss of the chain; leaves gradients on the shards' parameters."""
-    inputs = batch()
+def chain_loss(
+    parts: list[Shard],
+    inputs: dict[str, torch.Tensor],
+    last: Callable[[Bundle], torch.Tensor],
+    half: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Loss that `last` makes of what the last part receives, in autocast to `half`; leaves
+    gradients on the parts' parameters."""
+    autocast = torch.autocast("cpu", half, enabled=half is not None)
     boundaries: list[tuple[Bundle, Bundle]] = []
     received: Bundle = ()
     for shard in parts[:-1]:
-        left = shard.forward(inputs, received)
+        with autocast:
+            left = shard.forward(inputs, received)
         received = as_leaves(crossing(left))
         boundaries.append((left, received))
-    items = (inputs["labels"][:, 1:] != -100).sum()
-    loss = parts[-1].loss(inputs, received, items)
-    loss.backward()
+    with autocast:
+        loss = last(received)
+    if loss.requires_grad:  # that of chunks is differentiated already
+        loss.backward()
     for left, received in reversed(boundaries):
         differentiate(left, gradients_of(received))
     return loss.detach()
+
+
+def chain_backward(parts: list[Shard]) -> torch.Tensor:
+    """Loss of the chain over `batch()`; leaves gradients on the shards' parameters."""
+    inputs = batch()
+    items = (inputs["labels"][:, 1:] != -100).sum()
+    return chain_loss(parts, inputs, lambda received: parts[-1].loss(inputs, received, items))
+
+
+PREFIX = "base_model.model."
+"""Of PEFT's names of parameters."""
+
+
+def check_gradients(parts: list[Shard], model: torch.nn.Module) -> None:
+    """Loss, trained parameters and their gradients are those of the whole model, to the bit."""
+    expected_loss = model(**batch(), use_cache=False).loss
+    expected_loss.backward()
+    assert torch.equal(chain_backward(parts), expected_loss.detach())
+    expected = {n.removeprefix(PREFIX): p for n, p in model.named_parameters() if p.requires_grad}
+    found = dict(item for part in parts for item in trainable_parameters(part))
+    assert found.keys() == expected.keys()
+    for name, parameter in found.items():
+        assert parameter.dtype == expected[name].dtype
+        assert torch.equal(parameter.grad, expected[name].grad), name
+
+
+def write(folder: Path, parts: list[Shard], base: Path) -> Path:
+    """The adapter of these parts, as a run writes it."""
+    adapter = parts[0].adapter
+    assert adapter is not None
+    exported = [dict(export_parts(part)) for part in parts]
+    write_adapter(OutputDirectory(folder), exported, adapter.plan, str(base))
+    return folder
 
 
 def stock_logits(model: torch.nn.Module) -> torch.Tensor:

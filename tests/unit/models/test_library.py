@@ -6,9 +6,7 @@ import torch
 from hetero_framework.models.library import compiled_at_first_call
 
 
-def test_compilation_during_imports_waits_for_the_first_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compilation_in_imports_waits_for_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 
     def compile_now(function, **options):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from hetero_framework.config import AdapterConfig
 from hetero_framework.errors import CheckpointError, ConfigError
@@ -21,21 +21,19 @@ from hetero_framework.models.adapters.lora import (
     plan_saved_adapter,
 )
 from hetero_framework.models.adapters.trainable import export_parts, trainable_parameters
-from hetero_framework.models.cut.shard import Shard
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.models.files.export import OutputDirectory, write_adapter
 from tests.unit.adapter_helpers import (
-    batch,
-    chain_backward,
+    PREFIX,
     chain_logits,
+    check_gradients,
     randomise,
     save_model,
     shards,
     stock,
     stock_logits,
+    write,
 )
-
-PREFIX = "base_model.model."
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +41,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("llama"))
 
 
-def write(folder: Path, parts: list[Shard], base: Path) -> Path:
-    adapter = parts[0].adapter
-    assert adapter is not None
-    write_adapter(
-        OutputDirectory(folder), [dict(export_parts(p)) for p in parts], adapter.plan, str(base)
-    )
-    return folder
+@pytest.fixture(scope="module")
+def config(llama: Path) -> PretrainedConfig:
+    return AutoConfig.from_pretrained(llama)
 
 
 def stock_peft(base: Path, adapter: Path, **kwargs: Any) -> PeftModel:
@@ -61,87 +55,46 @@ def stock_peft(base: Path, adapter: Path, **kwargs: Any) -> PeftModel:
 CASES = {
     "default targets": ("llama", {"lora_dropout": 0.1}),
     "all-linear DoRA": ("llama", {"target_modules": "all-linear", "use_dora": True}),
-    "regex, rslora, biases": (
-        "gpt2",
-        {"target_modules": r".*\.h\.[13]\.attn\.c_attn", "use_rslora": True, "bias": "all"},
-    ),
+    "regex, rslora, biases": ("gpt2", {
+        "target_modules": r".*\.h\.[13]\.attn\.c_attn", "use_rslora": True, "bias": "all"}),
     "biases of the update": ("gpt2", {"lora_bias": True, "target_modules": ("c_attn", "c_fc")}),
     "biases where the base has none": ("llama", {"lora_bias": True, "bias": "lora_only"}),
     "one layer only": ("llama", {"layers_to_transform": (2,), "target_modules": ("q_proj",)}),
-    "patterns": (
-        "llama",
-        {
-            "target_modules": ("q_proj", "v_proj"),
-            "exclude_modules": r".*layers\.0\..*",
-            "rank_pattern": {r"layers\.3\.self_attn\.q_proj": 3},
-            "alpha_pattern": {"v_proj": 5},
-        },
-    ),
-    "tied embedding, saved norm": (
-        "gemma",
-        {"target_modules": ("q_proj", "embed_tokens"), "modules_to_save": ("norm",)},
-    ),
+    "patterns": ("llama", {
+        "target_modules": ("q_proj", "v_proj"), "exclude_modules": r".*layers\.0\..*",
+        "rank_pattern": {r"layers\.3\.self_attn\.q_proj": 3}, "alpha_pattern": {"v_proj": 5}}),
+    "tied embedding, saved norm": ("gemma", {
+        "target_modules": ("q_proj", "embed_tokens"), "modules_to_save": ("norm",)}),
     "saved head": ("llama", {"modules_to_save": ("lm_head",), "target_modules": ("o_proj",)}),
-    "experts' own parameters": (
-        "mixtral",
-        {
-            "target_modules": ("q_proj",),
-            "target_parameters": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-            "rank_pattern": {"mlp.experts.down_proj": 2},
-            "alpha_pattern": {"q_proj": 3},
-        },
-    ),
-    "parameters alone, of some layers": (
-        "qwen3_moe",
-        {
-            "target_modules": (),
-            "target_parameters": ("mlp.experts.down_proj", "mlp.gate.weight"),
-            "layers_to_transform": (1, 3),
-        },
-    ),
-    "layers of a list": (
-        "gpt2",
-        {
-            "target_modules": ("c_attn", "c_proj"),
-            "layers_to_transform": (0, 3),
-            "layers_pattern": "h",
-            "use_dora": True,
-            "fan_in_fan_out": True,
-        },
-    ),
-    "saved blocks' modules and ends": (
-        "llama",
-        {
-            "target_modules": ("q_proj",),
-            "modules_to_save": ("mlp", "embed_tokens", "lm_head", "input_layernorm"),
-        },
-    ),
+    "experts' own parameters": ("mixtral", {
+        "target_modules": ("q_proj",),
+        "target_parameters": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        "rank_pattern": {"mlp.experts.down_proj": 2}, "alpha_pattern": {"q_proj": 3}}),
+    "parameters alone, of some layers": ("qwen3_moe", {
+        "target_modules": (), "target_parameters": ("mlp.experts.down_proj", "mlp.gate.weight"),
+        "layers_to_transform": (1, 3)}),
+    "layers of a list": ("gpt2", {
+        "target_modules": ("c_attn", "c_proj"), "layers_to_transform": (0, 3),
+        "layers_pattern": "h", "use_dora": True, "fan_in_fan_out": True}),
+    "saved blocks' modules and ends": ("llama", {
+        "target_modules": ("q_proj",),
+        "modules_to_save": ("mlp", "embed_tokens", "lm_head", "input_layernorm")}),
     "tied ends saved": ("gemma", {"target_modules": ("v_proj",), "modules_to_save": ("lm_head",)}),
-    "embedding with DoRA": (
-        "llama",
-        {"target_modules": ("embed_tokens", "lm_head", "k_proj"), "use_dora": True},
-    ),
-    "patterns with DoRA and rslora": (
-        "llama",
-        {
-            "target_modules": "all-linear",
-            "use_dora": True,
-            "use_rslora": True,
-            "rank_pattern": {"^model.layers.1.mlp.up_proj": 2, r".*\.o_proj": 5},
-            "alpha_pattern": {r"layers\.[02]\.mlp\.\w+": 7},
-        },
-    ),
+    "embedding with DoRA": ("llama", {
+        "target_modules": ("embed_tokens", "lm_head", "k_proj"), "use_dora": True}),
+    "patterns with DoRA and rslora": ("llama", {
+        "target_modules": "all-linear", "use_dora": True, "use_rslora": True,
+        "rank_pattern": {"^model.layers.1.mlp.up_proj": 2, r".*\.o_proj": 5},
+        "alpha_pattern": {r"layers\.[02]\.mlp\.\w+": 7}}),
     "fused experts": ("mixtral", {"target_modules": ("q_proj", "w1", "w2", "w3")}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
 @pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
 @pytest.mark.parametrize("case", CASES)
-def test_adapter_trained_on_shards_loads_into_stock_model_bit_equal(
-    case: str, tmp_path: Path
-) -> None:
+def test_adapter_trained_on_shards_is_bit_equal_in_stock_models(case: str, tmp_path: Path) -> None:
     model_type, settings = CASES[case]
     base = save_model(tmp_path / "base", model_type)
     parts = shards(base, 0, 1, 3, 4, adapter=AdapterConfig(**settings))
@@ -151,20 +104,13 @@ def test_adapter_trained_on_shards_loads_into_stock_model_bit_equal(
     model = stock_peft(base, folder, is_trainable=True)
     assert torch.equal(chain_logits(parts), stock_logits(model))
 
-    model(**batch(), use_cache=False).loss.backward()
-    chain_backward(parts)
-    expected = {n.removeprefix(PREFIX): p for n, p in model.named_parameters() if p.requires_grad}
-    found = dict(item for part in parts for item in trainable_parameters(part))
-    assert list(found) == sorted(found, key=lambda n: next(p for p in parts).parameter_index(n))
-    assert found.keys() == expected.keys()
-    for name, parameter in found.items():
-        assert torch.equal(parameter.grad, expected[name].grad), name
+    check_gradients(parts, model)
+    found = [name for part in parts for name, _ in trainable_parameters(part)]
+    assert found == sorted(found, key=parts[0].parameter_index)
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal"])
-def test_initial_weights_do_not_depend_on_the_cut_but_on_the_seed(
-    init: bool | str, llama: Path
-) -> None:
+def test_initial_weights_depend_on_the_seed_not_on_the_cut(init: bool | str, llama: Path) -> None:
     adapter = AdapterConfig(target_modules="all-linear", init_lora_weights=init)  # type: ignore[arg-type]
 
     def initial(*bounds: int, seed: int) -> dict[str, torch.Tensor]:
@@ -200,7 +146,6 @@ def test_adapter_over_bfloat16_has_the_type_that_peft_gives_it(
     parts = shards(llama, 0, 2, 4, adapter=settings, dtype="bfloat16")
     dtype = torch.bfloat16 if autocast is False else torch.float32
     assert {p.dtype for part in parts for _, p in trainable_parameters(part)} == {dtype}
-    assert parts[0].adapter is not None
     assert parts[0].adapter.plan.number_bytes(2, quantized=False) == dtype.itemsize
     randomise(parts)
     folder = write(tmp_path / "adapter", parts, llama)
@@ -209,43 +154,31 @@ def test_adapter_over_bfloat16_has_the_type_that_peft_gives_it(
     model = PeftModel.from_pretrained(base, str(folder), is_trainable=True, **given)
     model.train(False)
     assert torch.equal(chain_logits(parts), stock_logits(model))
-    model(**batch(), use_cache=False).loss.backward()
-    chain_backward(parts)
-    expected = {n.removeprefix(PREFIX): p for n, p in model.named_parameters() if p.requires_grad}
-    for name, parameter in (item for part in parts for item in trainable_parameters(part)):
-        assert torch.equal(parameter.grad, expected[name].grad), name
+    check_gradients(parts, model)
 
 
-def test_number_bytes_of_an_adapter_over_a_quantised_base() -> None:
-    for autocast, expected in ((None, 2), (True, 4), (False, 2)):
-        adapter = AdapterConfig(target_modules=("q_proj",), autocast_adapter_dtype=autocast)
-        plan = plan_adapter(tiny_config("llama"), adapter)
-        assert plan.number_bytes(4, quantized=True) == expected
+@pytest.mark.parametrize(("autocast", "expected"), [(None, 2), (True, 4), (False, 2)])
+def test_number_bytes_of_an_adapter_over_a_quantised_base(autocast: Any, expected: int) -> None:
+    adapter = AdapterConfig(target_modules=("q_proj",), autocast_adapter_dtype=autocast)
+    plan = plan_adapter(tiny_config("llama"), adapter)
+    assert plan.number_bytes(4, quantized=True) == expected
 
 
-def test_adapter_config_file_equals_pefts(llama: Path, tmp_path: Path) -> None:
+def test_adapter_config_equals_pefts(llama: Path, config: PretrainedConfig, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"r": 4, "lora_alpha": 16, "target_modules": ("q_proj", "v_proj")}
-    parts = shards(llama, 0, 2, 4, adapter=AdapterConfig(**settings))
-    write(tmp_path / "ours", parts, llama)
-    model = get_peft_model(
-        stock(llama),
-        LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"]),
-    )
-    model.save_pretrained(tmp_path / "theirs")
+    adapter = AdapterConfig(**settings)
+    write(tmp_path / "ours", shards(llama, 0, 2, 4, adapter=adapter), llama)
+    lora = LoraConfig(task_type="CAUSAL_LM", **{**settings, "target_modules": ["q_proj", "v_proj"]})
+    get_peft_model(stock(llama), lora).save_pretrained(tmp_path / "theirs")
     files = [tmp_path / who / "adapter_config.json" for who in ("ours", "theirs")]
     ours, theirs = (json.loads(file.read_text()) for file in files)
     assert sorted(ours.pop("target_modules")) == sorted(theirs.pop("target_modules"))
     assert ours == theirs
     keys = [set(load_file(file.with_name("adapter_model.safetensors"))) for file in files]
-    assert (
-        keys[0]
-        == keys[1]
-        == set(plan_adapter(AutoConfig.from_pretrained(llama), AdapterConfig(**settings)).tensors)
-    )
+    assert keys[0] == keys[1] == set(plan_adapter(config, adapter).tensors)
 
 
-def test_targets_are_resolved_on_the_whole_model(llama: Path) -> None:
-    config = AutoConfig.from_pretrained(llama)
+def test_targets_are_resolved_on_the_whole_model(config: PretrainedConfig) -> None:
     names = plan_adapter(config, AdapterConfig(target_modules=r".*\.[13]\.mlp\.up_proj")).modules
     assert names == ("model.layers.1.mlp.up_proj", "model.layers.3.mlp.up_proj")
 
@@ -254,23 +187,6 @@ def test_shard_without_target_trains_nothing(llama: Path) -> None:
     parts = shards(llama, 0, 2, 4, adapter=AdapterConfig(target_modules=r".*layers\.3.*q_proj"))
     assert [len(trainable_parameters(part)) for part in parts] == [0, 2]
     assert adapter_tensors(parts[0]) == {}
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"target_modules": ("nothing",)}, "nothing"),
-        ({"target_modules": ("q_proj", "qproj")}, "'qproj'"),
-        ({"modules_to_save": ("head",)}, "'head'"),
-        ({"target_modules": ("q_proj",), "layers_to_transform": (9,)}, "9"),
-    ],
-)
-def test_target_that_matches_nothing_is_an_error_that_lists_modules(
-    settings: dict[str, Any], said: str, llama: Path
-) -> None:
-    with pytest.raises(ConfigError, match=r"down_proj, .*q_proj") as caught:
-        plan_adapter(AutoConfig.from_pretrained(llama), AdapterConfig(**settings))
-    assert said in str(caught.value)
 
 
 PATTERNS = {
@@ -290,7 +206,7 @@ PATTERNS = {
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys")
 @pytest.mark.parametrize("keys", PATTERNS.values(), ids=PATTERNS)
 def test_patterns_without_effect_are_those_that_peft_applies_nowhere(
-    keys: tuple[str, ...], llama: Path
+    keys: tuple[str, ...], llama: Path, config: PretrainedConfig
 ) -> None:
     """The oracle: each key has a rank of its own, and stock PEFT says which ranks there are."""
     ranks = {key: 3 + number for number, key in enumerate(keys)}
@@ -304,7 +220,7 @@ def test_patterns_without_effect_are_those_that_peft_applies_nowhere(
         adapter = AdapterConfig(**{**settings, "rank_pattern": {}, pattern: ranks})
         found = set()
         try:
-            plan_adapter(AutoConfig.from_pretrained(llama), adapter)
+            plan_adapter(config, adapter)
         except ConfigError as error:
             lines = [line for line in error.message.splitlines() if f"adapter.{pattern}:" in line]
             found = {key for key in keys for line in lines if f"{pattern}: {key!r}" in line}
@@ -314,6 +230,10 @@ def test_patterns_without_effect_are_those_that_peft_applies_nowhere(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"target_modules": ("nothing",)}, ["'nothing'"]),
+        ({"target_modules": ("q_proj", "qproj")}, ["'qproj'"]),
+        ({"modules_to_save": ("head",)}, ["'head'"]),
+        ({"target_modules": ("q_proj",), "layers_to_transform": (9,)}, ["9"]),
         ({"target_modules": ("q_proj", "v_porj", "dwon_proj")}, ["v_proj", "down_proj"]),
         ({"target_modules": ("q_proj",), "rank_pattern": {"q_porj": 3}}, ["q_proj"]),
         ({"target_parameters": ("mlp.up_porj.weigth",)}, ["weight"]),
@@ -322,36 +242,37 @@ def test_patterns_without_effect_are_those_that_peft_applies_nowhere(
         ({"layers_to_transform": 0, "layers_pattern": ("layers", "layres")}, ["layres"]),
     ],
 )
-def test_an_entry_that_matches_nothing_comes_with_near_names(
-    settings: dict[str, Any], said: list[str], llama: Path
+def test_an_entry_that_matches_nothing_comes_with_near_names_and_all_modules(
+    settings: dict[str, Any], said: list[str], config: PretrainedConfig
 ) -> None:
     adapter = AdapterConfig(**{"target_modules": ("q_proj", "v_proj"), **settings})
-    with pytest.raises(ConfigError) as caught:
-        plan_adapter(AutoConfig.from_pretrained(llama), adapter)
+    with pytest.raises(ConfigError, match=r"down_proj, .*q_proj") as caught:
+        plan_adapter(config, adapter)
     assert [word for word in said if word not in caught.value.message] == []
 
 
 @pytest.mark.parametrize("asked", [("k_porj", "v_proj"), r".*\.k_porj"])
-def test_an_exclusion_of_nothing_is_a_remark(asked: Any, llama: Path) -> None:
+def test_an_exclusion_of_nothing_is_a_remark(asked: Any, config: PretrainedConfig) -> None:
     """Nothing else is lost with it, and one list may serve several architectures."""
     adapter = AdapterConfig(target_modules=("q_proj", "k_proj"), exclude_modules=asked)
-    (remark,) = plan_adapter(AutoConfig.from_pretrained(llama), adapter).remarks
+    (remark,) = plan_adapter(config, adapter).remarks
     assert remark.startswith("adapter.exclude_modules: no module of the model matches")
     assert "'k_proj'" in remark
 
 
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys")
 def test_a_saved_adapter_with_idle_patterns_is_continued_with_a_remark(
-    llama: Path, tmp_path: Path
+    llama: Path, config: PretrainedConfig, tmp_path: Path
 ) -> None:
-    config = LoraConfig(target_modules=["q_proj"], rank_pattern={"k_proj": 4})
-    get_peft_model(stock(llama), config).save_pretrained(tmp_path)
-    plan = plan_adapter(AutoConfig.from_pretrained(llama), AdapterConfig(init_from=str(tmp_path)))
-    assert ["'k_proj' matches no module" in remark for remark in plan.remarks] == [True]
+    lora = LoraConfig(target_modules=["q_proj"], rank_pattern={"k_proj": 4})
+    get_peft_model(stock(llama), lora).save_pretrained(tmp_path)
+    adapter = AdapterConfig(init_from=str(tmp_path))
+    (remark,) = plan_adapter(config, adapter).remarks
+    assert "'k_proj' matches no module" in remark
     file = tmp_path / "adapter_config.json"
     file.write_text(file.read_text().replace("k_proj", "(k_proj"))
     with pytest.raises(ConfigError, match=r"adapter_config.json: rank_pattern: .* position 0"):
-        plan_adapter(AutoConfig.from_pretrained(llama), AdapterConfig(init_from=str(tmp_path)))
+        plan_adapter(config, adapter)
 
 
 @pytest.mark.parametrize(
@@ -401,16 +322,10 @@ def test_full_training_trains_every_weight_in_model_order(llama: Path) -> None:
 def saved(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter that stock PEFT wrote, with weights other than its initial ones."""
     folder = tmp_path_factory.mktemp("adapter")
-    model = get_peft_model(
-        stock(llama),
-        LoraConfig(
-            task_type="CAUSAL_LM",
-            r=4,
-            lora_alpha=12,
-            lora_dropout=0.05,
-            target_modules=["q_proj", "down_proj"],
-        ),
-    )
+    targets = ["q_proj", "down_proj"]
+    settings: dict[str, Any] = {"r": 4, "lora_alpha": 12, "lora_dropout": 0.05}
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=targets, **settings)
+    model = get_peft_model(stock(llama), lora)
     torch.manual_seed(5)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -427,7 +342,6 @@ def test_continued_adapter_equals_pefts_own_loading(llama: Path, saved: Path) ->
     expected = {n.removeprefix(PREFIX): p for n, p in model.named_parameters() if p.requires_grad}
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert parts[0].adapter is not None
     assert parts[0].adapter.plan.lora_config.r == 4
 
 
@@ -435,33 +349,28 @@ def test_continued_adapter_equals_pefts_own_loading(llama: Path, saved: Path) ->
     "settings", [{"r": 8}, {"target_modules": ("q_proj",)}, {"lora_alpha": 8}, {"use_dora": True}]
 )
 def test_setting_that_contradicts_the_adapter_is_an_error(
-    settings: dict[str, Any], llama: Path, saved: Path
+    settings: dict[str, Any], config: PretrainedConfig, saved: Path
 ) -> None:
-    config = AutoConfig.from_pretrained(llama)
     adapter = AdapterConfig(init_from=str(saved), **settings)
     with pytest.raises(ConfigError, match=f"adapter.{next(iter(settings))} is"):
         plan_adapter(config, adapter)
 
 
-def test_agreeing_settings_and_another_dropout_are_accepted(llama: Path, saved: Path) -> None:
-    adapter = AdapterConfig(
-        init_from=str(saved), r=4, target_modules=("down_proj", "q_proj"), lora_dropout=0.2
-    )
-    plan = plan_adapter(AutoConfig.from_pretrained(llama), adapter)
-    assert plan.lora_config.lora_dropout == 0.2
+def test_agreeing_settings_and_another_dropout_pass(config: PretrainedConfig, saved: Path) -> None:
+    agreeing: dict[str, Any] = {"r": 4, "target_modules": ("down_proj", "q_proj")}
+    adapter = AdapterConfig(init_from=str(saved), lora_dropout=0.2, **agreeing)
+    assert plan_adapter(config, adapter).lora_config.lora_dropout == 0.2
 
 
-def test_defaults_written_out_on_the_wire_are_no_contradiction(llama: Path, saved: Path) -> None:
+def test_defaults_written_out_are_no_contradiction(config: PretrainedConfig, saved: Path) -> None:
     text = AdapterConfig(init_from=str(saved)).model_dump_json()
-    plan = plan_adapter(AutoConfig.from_pretrained(llama), AdapterConfig.model_validate_json(text))
-    assert plan.lora_config.r == 4
-    assert plan.lora_config.lora_dropout == 0.05
+    found = plan_adapter(config, AdapterConfig.model_validate_json(text)).lora_config
+    assert (found.r, found.lora_dropout) == (4, 0.05)
 
 
 def test_adapter_file_with_missing_or_foreign_tensors_is_refused(
-    llama: Path, saved: Path, tmp_path: Path
+    config: PretrainedConfig, saved: Path, tmp_path: Path
 ) -> None:
-    config = AutoConfig.from_pretrained(llama)
     (tmp_path / "adapter_config.json").write_bytes((saved / "adapter_config.json").read_bytes())
     tensors = load_file(saved / "adapter_model.safetensors")
     key = f"{PREFIX}model.layers.2.self_attn.q_proj.lora_A.weight"
@@ -519,9 +428,8 @@ def test_adapter_with_embeddings_of_its_own_is_used_as_the_error_says(
 
 
 def test_adapter_directory_that_is_absent_or_broken_is_an_error(
-    llama: Path, saved: Path, tmp_path: Path
+    config: PretrainedConfig, saved: Path, tmp_path: Path
 ) -> None:
-    config = AutoConfig.from_pretrained(llama)
     adapter = AdapterConfig(init_from="adapter")
     with pytest.raises(ConfigError, match="no adapter in"):
         plan_adapter(config, adapter, tmp_path)
@@ -550,14 +458,12 @@ def test_adapter_directory_that_is_absent_or_broken_is_an_error(
     ],
 )
 def test_settings_of_a_saved_adapter_that_are_refused_by_every_reader(
-    setting: str, value: object, reason: str, llama: Path, saved: Path, tmp_path: Path
+    setting: str, value: object, reason: str, config: PretrainedConfig, saved: Path, tmp_path: Path
 ) -> None:
     settings = json.loads((saved / "adapter_config.json").read_text())
-    settings[setting] = value
-    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, setting: value}))
     weights = "adapter_model.safetensors"
     (tmp_path / weights).write_bytes((saved / weights).read_bytes())
-    config = AutoConfig.from_pretrained(llama)
     with pytest.raises(ConfigError, match=reason):
         plan_adapter(config, AdapterConfig(init_from=str(tmp_path)))
     with pytest.raises(ConfigError, match=reason):
@@ -592,11 +498,7 @@ def test_an_adapter_that_rewrites_the_base_is_pefts_under_any_cut(
     for name, parameter in model.named_parameters():
         name = name.removeprefix(PREFIX)
         assert name not in own or torch.equal(own[name], parameter), name
-    model(**batch(), use_cache=False).loss.backward()
-    chain_backward(parts)
-    expected = {n.removeprefix(PREFIX): p for n, p in model.named_parameters() if p.requires_grad}
-    for name, parameter in (item for part in parts for item in trainable_parameters(part)):
-        assert torch.equal(parameter.grad, expected[name].grad), name
+    check_gradients(parts, model)
 
     randomise(parts)
     folder = write(tmp_path / "adapter", parts, base)
@@ -604,7 +506,6 @@ def test_an_adapter_that_rewrites_the_base_is_pefts_under_any_cut(
     again = shards(base, 0, 2, 4, adapter=AdapterConfig(init_from=str(folder)))
     assert torch.equal(chain_logits(again), chain_logits(parts))
     plan = again[0].adapter
-    assert plan is not None
     own = AdapterConfig(init_from=str(folder), autocast_adapter_dtype=False)
     explicit = explicit_settings(own, plan.plan)
     assert (explicit.init_lora_weights, explicit.autocast_adapter_dtype) == (init, False)
@@ -612,27 +513,32 @@ def test_an_adapter_that_rewrites_the_base_is_pefts_under_any_cut(
     assert not parts[1].dissolve().blocks
 
 
-def test_rewriting_a_quantised_base_or_tied_ends_is_refused() -> None:
-    with pytest.raises(ConfigError, match="c_attn, which stores its weight"):
-        plan_adapter(tiny_config("gpt2"), AdapterConfig(init_lora_weights="olora", **CONV1D))
-    adapter = AdapterConfig(target_modules=("q_proj",), init_lora_weights="pissa")
-    parameters = AdapterConfig(init_lora_weights="pissa", target_parameters=("mlp.gate.weight",))
-    with pytest.raises(ConfigError, match="not supported with target_parameters"):
-        plan_adapter(tiny_config("mixtral"), parameters)
-    experts = AdapterConfig(init_lora_weights="olora", target_modules="all-linear")
-    with pytest.raises(ConfigError, match=r"not supported with target_parameters.*\n.*all-linear"):
-        plan_adapter(tiny_config("mixtral"), experts)
+@pytest.mark.parametrize(
+    ("model_type", "changes", "settings", "said"),
+    [
+        ("gpt2", {}, {"init_lora_weights": "olora", **CONV1D}, "c_attn, which stores its weight"),
+        ("mixtral", {}, {"target_parameters": ("mlp.gate.weight",)}, "with target_parameters"),
+        ("mixtral", {}, {"init_lora_weights": "olora", "target_modules": "all-linear"},
+         r"not supported with target_parameters.*\n.*all-linear"),
+        ("llama", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+         {"target_modules": ("q_proj",)}, "which quantised ones would round away"),
+        ("llama", {"tie_word_embeddings": True}, {"target_modules": ("lm_head",)},
+         r"embedding and head, which are one weight \(lm_head\)"),
+    ],
+)  # fmt: skip
+def test_a_base_that_cannot_be_rewritten_is_refused(
+    model_type: str, changes: dict[str, Any], settings: dict[str, Any], said: str
+) -> None:
+    config = tiny_config(model_type)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(ConfigError, match=said):
+        plan_adapter(config, AdapterConfig(**{"init_lora_weights": "pissa", **settings}))
+
+
+def test_an_embedding_that_is_not_tied_can_be_rewritten() -> None:
     embedding = AdapterConfig(init_lora_weights="pissa", target_modules=("embed_tokens",))
     assert plan_adapter(tiny_config("llama"), embedding).modules == ("model.embed_tokens",)
-    config = tiny_config("llama")
-    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    with pytest.raises(ConfigError, match="which quantised ones would round away"):
-        plan_adapter(config, adapter)
-    config = tiny_config("llama")
-    config.tie_word_embeddings = True
-    head = adapter.model_copy(update={"target_modules": ("lm_head",)})
-    with pytest.raises(ConfigError, match=r"embedding and head, which are one weight \(lm_head\)"):
-        plan_adapter(config, head)
 
 
 # -- the finished directory -----------------------------------------------------------------------
@@ -640,15 +546,12 @@ def test_rewriting_a_quantised_base_or_tied_ends_is_refused() -> None:
 
 def test_incomplete_adapter_is_never_written(llama: Path, tmp_path: Path) -> None:
     parts = shards(llama, 0, 1, 3, 4, adapter=AdapterConfig())
-    assert parts[0].adapter is not None
-    tensors = [dict(export_parts(part)) for part in parts]
-    target = tmp_path / "adapter"
-    plan = parts[0].adapter.plan
+    tensors, plan = [dict(export_parts(part)) for part in parts], parts[0].adapter.plan
     for given, said in (
         (tensors[:1] + tensors[2:], r"8 missing tensors: .*layers\.1\."),
         (tensors + tensors[:1], "two stages"),
         (tensors + [{"else": torch.zeros(1)}], "does not have: else"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            write_adapter(OutputDirectory(target), given, plan, str(llama))
+            write_adapter(OutputDirectory(tmp_path / "adapter"), given, plan, str(llama))
         assert list(tmp_path.iterdir()) == []

@@ -52,20 +52,16 @@ def test_loss_is_the_shards_own_divided_by_the_items(limit: int | None) -> None:
     batch = probe_inputs(config)
     expected = shard.loss(batch, (), ITEMS)
     (gradient,) = torch.autograd.grad(expected, [next(shard.model.parameters())])
-    loss, _ = objective.loss(
-        shard, batch, (), ITEMS, running=nullcontext, backward=torch.Tensor.backward
-    )
+    how = {"running": nullcontext, "backward": torch.Tensor.backward}
+    loss, _ = objective.loss(shard, batch, (), ITEMS, **how)
     assert not loss.requires_grad
     assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
     found = next(shard.model.parameters()).grad
-    assert found is not None
     torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("model_type", "first_labels"), [("llama", 0), ("gpt2", 2)])
-def test_item_counter_counts_first_labels_where_the_trainer_does(
-    model_type: str, first_labels: int
-) -> None:
+def test_item_counter_has_first_labels_as_the_trainer(model_type: str, first_labels: int) -> None:
     """The Trainer knows the loss of LlamaForCausalLM by its name, and not GPT2LMHeadModel's."""
     batch = {"labels": torch.tensor([[1, 2, -100], [3, 4, 5]])}
     objective = objective_of(TrainingConfig())
@@ -119,7 +115,6 @@ def test_preferences_need_the_memory_of_next_token_training(dtype: torch.dtype) 
     for name in ("sft", "dpo"):
         objective = objective_of(TrainingConfig(objective=name, loss_chunk_tokens=256))
         found = head_footprint(Setting(config, None, objective, dtype, None, 4, 256))
-        assert found is not None
         most[name] = found.passing
     assert most["dpo"] <= 1.05 * most["sft"]
 
@@ -127,14 +122,11 @@ def test_preferences_need_the_memory_of_next_token_training(dtype: torch.dtype) 
 def sums(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     counted = TokenSums()
     counted.look(logits, labels)
-    assert counted.total is not None
     return counted.total
 
 
 @pytest.mark.parametrize("at_once", [1, 10, 1000])
-def test_sums_are_those_of_the_tokens_with_labels(
-    at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_are_of_the_tokens_with_labels(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_lm, "_LOGITS", at_once)
     logits = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
     places = [(row, token) for row in range(2) for token in range(3) if LABELS[row, token + 1] >= 0]

@@ -12,19 +12,13 @@ import torch
 
 from hetero_framework.models.cut.chunked_loss import chunk_tokens, chunked_loss, spans
 from hetero_framework.models.cut.shard import Shard, build_shard
-from hetero_framework.models.cut.side import (
-    Bundle,
-    as_leaves,
-    crossing,
-    differentiate,
-    gradients_of,
-)
+from hetero_framework.models.cut.side import Bundle, crossing
 from hetero_framework.models.cut.tiny import probe_inputs, tiny_config
 from hetero_framework.models.library import quiet_library
 from hetero_framework.models.rng import derive_seed
 from hetero_framework.models.sizing.footprint import PeakMemory
 from hetero_framework.models.verify.equivalence import why_not_chunked
-from tests.unit.adapter_helpers import ranges
+from tests.unit.adapter_helpers import chain_loss, ranges
 
 ITEMS = torch.tensor(21)
 CUTS = [(0, 6), (0, 3, 6), (0, 0, 2, 6), (0, 1, 5, 6, 6)]
@@ -43,25 +37,19 @@ def build(model_type: str, *bounds: int, **kwargs: Any) -> list[Shard]:
 
 def run(shards: list[Shard], inputs: dict[str, torch.Tensor], limit: int | None) -> Numbers:
     """Loss and gradients of a chain of shards whose last one works in pieces (None: whole)."""
-    received: Bundle = ()
-    boundaries = []
-    for shard in shards[:-1]:
-        left = shard.forward(inputs, received)
-        received = as_leaves(crossing(left))
-        boundaries.append((left, received))
-    if limit is None:
-        loss = shards[-1].loss(inputs, received, ITEMS)
-        loss.backward()
-    else:
-        loss = in_pieces(shards[-1], inputs, received, limit)
-    for left, received in reversed(boundaries):
-        differentiate(left, gradients_of(received))
+
+    def last(received: Bundle) -> torch.Tensor:
+        if limit is None:
+            return shards[-1].loss(inputs, received, ITEMS)
+        return in_pieces(shards[-1], inputs, received, limit)
+
+    loss = chain_loss(shards, inputs, last)
     gradients = {}
     for shard in shards:
         named = shard.model.named_parameters()
         gradients.update({n: p.grad for n, p in named if p.grad is not None})
         shard.model.zero_grad()
-    return loss.detach(), gradients
+    return loss, gradients
 
 
 def in_pieces(
@@ -69,10 +57,8 @@ def in_pieces(
 ) -> torch.Tensor:
     pieces = spans(inputs["labels"].shape, limit)
     assert pieces
-    backward = torch.Tensor.backward
-    return chunked_loss(
-        shard, inputs, received, ITEMS, pieces, running=nullcontext, backward=backward
-    )
+    how = {"running": nullcontext, "backward": torch.Tensor.backward}
+    return chunked_loss(shard, inputs, received, ITEMS, pieces, **how)
 
 
 # ---- where the pieces lie
@@ -203,9 +189,7 @@ def test_heads_that_work_token_by_token_are_admitted(model_type: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"), [("cpmant", "does not run on a part"), ("xlm", "loss would differ")]
 )
-def test_models_that_cannot_be_chunked_are_found_with_the_reason(
-    model_type: str, reason: str
-) -> None:
+def test_models_that_cannot_be_chunked_come_with_a_reason(model_type: str, reason: str) -> None:
     assert reason in str(why_not_chunked(config_of(model_type)))
 
 

@@ -24,38 +24,28 @@ def test_kinds_of_attention_are_distinguished_despite_equal_weights() -> None:
 
 def test_layers_of_experts_are_a_kind_of_their_own() -> None:
     own = {**SMALL, "num_key_value_heads": 2, "num_hidden_layers": 4, "moe_intermediate_size": 32}
-    config = AutoConfig.for_model(
-        "qwen3_moe",
-        **own,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        mlp_only_layers=[0, 2],
-    )
+    own |= {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0, 2]}
+    config = AutoConfig.for_model("qwen3_moe", **own)
     assert layer_kinds(config) == [0, 1, 0, 1]
 
 
 # ---- the origin of each tensor, followed operation by operation
 
 
-@pytest.fixture
-def ids() -> torch.Tensor:
-    return torch.tensor([1, 2, 3])
+IDS_B = torch.tensor([1, 2, 3])
+WEIGHT = torch.ones(4, 2, requires_grad=True)
 
 
 @pytest.fixture
-def weight() -> torch.Tensor:
-    return torch.ones(4, 2, requires_grad=True)
+def provenance() -> Provenance:
+    return Provenance(IDS_B, [WEIGHT])
 
 
-def test_a_tensors_level_is_the_last_part_it_depends_on(
-    ids: torch.Tensor, weight: torch.Tensor
-) -> None:
-    provenance = Provenance(ids, [weight])
+def test_a_tensors_level_is_the_last_part_it_depends_on(provenance: Provenance) -> None:
     with provenance:
-        hashed = ids * 7 % 4
+        hashed = IDS_B * 7 % 4
         mask = torch.ones(3)
-        hidden = weight[hashed]
+        hidden = WEIGHT[hashed]
         like = torch.zeros_like(hidden)
         provenance.phase = 0
         made = hidden + 1
@@ -63,39 +53,30 @@ def test_a_tensors_level_is_the_last_part_it_depends_on(
         chosen = made.argmax(-1)
         provenance.phase = 1
         both = made * hidden
-    found = [
-        provenance.level(t) for t in (hashed, mask, hidden, like, made, own_mask, chosen, both)
-    ]
-    assert found == [IDS, None, -1, None, 0, 0, 0, 0]
+    found = [hashed, mask, hidden, like, made, own_mask, chosen, both]
+    assert [*map(provenance.level, found)] == [IDS, None, -1, None, 0, 0, 0, 0]
 
 
-def test_a_tensor_made_of_a_blocks_hidden_state_belongs_to_that_block(
-    ids: torch.Tensor, weight: torch.Tensor
-) -> None:
-    provenance = Provenance(ids, [weight])
+def test_a_tensor_made_of_a_blocks_hidden_state_belongs_to_it(provenance: Provenance) -> None:
     with provenance:
-        hidden, other = weight[ids], weight * 2
+        hidden, other = WEIGHT[IDS_B], WEIGHT * 2
         provenance.received(hidden, 0)
         provenance.phase = 1
         kept, apart = hidden[None] * 1, other * 1
     assert [provenance.level(t) for t in (hidden, kept, apart)] == [-1, 0, -1]
 
 
-def test_writes_in_place_reach_all_views(ids: torch.Tensor, weight: torch.Tensor) -> None:
-    provenance = Provenance(ids, [weight])
+def test_writes_in_place_reach_all_views(provenance: Provenance) -> None:
     with provenance:
         room = torch.zeros(2, 4)
         row, other = room[0], room[1]
         provenance.phase = 2
-        row.copy_(weight[:, 0].detach())
+        row.copy_(WEIGHT[:, 0].detach())
         provenance.phase = 3
     assert (provenance.level(room), provenance.level(other)) == (1, 1)
 
 
-def test_a_view_that_a_block_takes_of_a_mask_leaves_the_mask_alone(
-    ids: torch.Tensor, weight: torch.Tensor
-) -> None:
-    provenance = Provenance(ids, [weight])
+def test_a_view_that_a_block_takes_of_a_mask_leaves_the_mask_alone(provenance: Provenance) -> None:
     mask = torch.ones(3)
     with provenance:
         provenance.phase = 0
@@ -103,12 +84,9 @@ def test_a_view_that_a_block_takes_of_a_mask_leaves_the_mask_alone(
     assert provenance.level(mask) is None
 
 
-def test_a_tensor_used_between_blocks_counts_as_held(
-    ids: torch.Tensor, weight: torch.Tensor
-) -> None:
-    provenance = Provenance(ids, [weight])
+def test_a_tensor_used_between_blocks_counts_as_held(provenance: Provenance) -> None:
     with provenance:
-        residual, sliced, argument = weight * 1, weight * 2, weight * 3
+        residual, sliced, argument = WEIGHT * 1, WEIGHT * 2, WEIGHT * 3
         provenance.phase = 0
         argument + 1
         provenance.phase = 1
@@ -120,12 +98,9 @@ def test_a_tensor_used_between_blocks_counts_as_held(
     assert not provenance.is_held(residual, 1)
 
 
-def test_a_block_reads_the_inputs_of_its_operations(
-    ids: torch.Tensor, weight: torch.Tensor
-) -> None:
-    provenance = Provenance(ids, [weight])
+def test_a_block_reads_the_inputs_of_its_operations(provenance: Provenance) -> None:
     with provenance:
-        first, second = weight[ids], weight * 2
+        first, second = WEIGHT[IDS_B], WEIGHT * 2
         provenance.phase = 0
         first + 1
     assert provenance.is_read(first, 0)

@@ -34,9 +34,7 @@ RAW: dict[str, Any] = {
         ("image-classification", "accuracy", "entropy"),
     ],
 )
-def test_a_best_model_is_chosen_by_what_the_objective_gives(
-    objective: str, given: str, not_given: str
-) -> None:
+def test_best_model_is_chosen_by_what_is_given(objective: str, given: str, not_given: str) -> None:
     def check(metric: str) -> None:
         settings = {"objective": objective, "per_device_train_batch_size": 2}
         settings |= {"eval_strategy": "epoch", "metric_for_best_model": metric}

@@ -21,14 +21,10 @@ from hetero_framework.models.cut.shard import Shard, build_shard, load_shard
 from hetero_framework.models.cut.side import Bundle
 from hetero_framework.models.cut.tiny import tiny_config
 from tests.reads import note_reads
-from tests.unit.adapter_helpers import batch, randomise, save_model
+from tests.unit.adapter_helpers import batch, randomise, ranges, save_model
 
 Cut = Sequence[ShardRange]
-FIRST, MIDDLE, LAST = (
-    ShardRange(0, 2, True, False),
-    ShardRange(2, 3, False, False),
-    ShardRange(3, 4, False, True),
-)
+FIRST, MIDDLE, LAST = ranges(0, 2, 3, 4)
 WHOLE = ShardRange(0, 4, True, True)
 LORA: dict[str, Any] = {"target_modules": ("q_proj", "down_proj"), "lora_dropout": 0.1}
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -35,32 +34,21 @@ from hetero_framework.models.cut.shard import (
     load_model_config,
     load_shard,
 )
-from hetero_framework.models.cut.side import (
-    Bundle,
-    as_leaves,
-    crossing,
-    differentiate,
-    gradients_of,
-)
+from hetero_framework.models.cut.side import Bundle, crossing
 from hetero_framework.models.cut.tiny import probe_inputs, tiny_config
 from hetero_framework.models.files import weights
+from tests.reads import note_reads
 from tests.samples import save_llama
+from tests.unit.adapter_helpers import chain_loss, ranges
 
 ITEMS = torch.tensor(21)
+WHOLE = ShardRange(0, 6, True, True)
 CUTS = {
     "one shard": [0, 6],
     "two shards": [0, 3, 6],
     "embedding alone": [0, 0, 2, 6],
     "head alone": [0, 1, 5, 6, 6],
 }
-
-
-def ranges(bounds: list[int]) -> list[ShardRange]:
-    last = len(bounds) - 2
-    return [
-        ShardRange(start, end, i == 0, i == last)
-        for i, (start, end) in enumerate(itertools.pairwise(bounds))
-    ]
 
 
 @functools.lru_cache
@@ -85,7 +73,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def build(model_type: str, path: Path | None, bounds: list[int], **kwargs: Any) -> list[Shard]:
     checkpoint = None if path is None else Checkpoint(str(path))
-    return [build_shard(config_of(model_type), checkpoint, r, **kwargs) for r in ranges(bounds)]
+    return [build_shard(config_of(model_type), checkpoint, r, **kwargs) for r in ranges(*bounds)]
 
 
 def run(
@@ -93,18 +81,7 @@ def run(
 ) -> tuple[torch.Tensor, dict]:
     """Loss and all gradients, in autocast to `half`; gradients of a tied weight are summed under
     the embedding's name."""
-    received: Bundle = ()
-    boundaries = []
-    for shard in shards[:-1]:
-        with autocast(half):
-            left = shard.forward(inputs, received)
-        received = as_leaves(crossing(left))
-        boundaries.append((left, received))
-    with autocast(half):
-        loss = shards[-1].loss(inputs, received, ITEMS)
-    loss.backward()
-    for left, received in reversed(boundaries):
-        differentiate(left, gradients_of(received))
+    loss = chain_loss(shards, inputs, lambda given: shards[-1].loss(inputs, given, ITEMS), half)
     gradients: dict[str, torch.Tensor] = {}
     for shard in shards:
         for name, parameter in shard.model.named_parameters():
@@ -113,7 +90,14 @@ def run(
                 gradients[name] = parameter.grad
     for target, source in shards[-1].ties.items():
         gradients[source] += gradients.pop(target)
-    return loss.detach(), gradients
+    return loss, gradients
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """To the bit."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
 
 
 def autocast(half: torch.dtype | None) -> torch.autocast:
@@ -121,35 +105,23 @@ def autocast(half: torch.dtype | None) -> torch.autocast:
 
 
 @functools.lru_cache
-def whole(model_type: str, path: Path) -> tuple[torch.Tensor, dict, torch.Tensor]:
+def whole(model_type: str, path: Path) -> tuple[torch.Tensor, dict]:
     model = AutoModelForCausalLM.from_pretrained(path)
     inputs = probe_inputs(config_of(model_type))
     output = model(**inputs, num_items_in_batch=ITEMS, use_cache=False)
     output.loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return output.loss.detach(), gradients, output.logits.detach()
+    return output.loss.detach(), gradients
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda name: name.replace(" ", "-"))
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
-def test_cut_model_equals_whole_model_to_the_bit(
-    model_type: str, cut: str, checkpoints: Any
-) -> None:
+def test_cut_model_equals_the_whole_to_the_bit(model_type: str, cut: str, checkpoints: Any) -> None:
     path = checkpoints(model_type)
-    expected_loss, expected, _ = whole(model_type, path)
+    expected_loss, expected = whole(model_type, path)
     loss, gradients = run(build(model_type, path, CUTS[cut]), probe_inputs(config_of(model_type)))
     assert torch.equal(loss, expected_loss)
-    assert gradients.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert torch.equal(gradients[name], gradient), name
-
-
-def test_logits_of_the_last_shard_equal_the_whole_models(checkpoints: Any) -> None:
-    path = checkpoints("llama")
-    first, last = build("llama", path, [0, 4, 6])
-    inputs = probe_inputs(config_of("llama"))
-    logits = last._run(inputs, first.forward(inputs, ())).logits
-    assert torch.equal(logits, whole("llama", path)[2])
+    assert_equal(gradients, expected)
 
 
 def test_cut_equals_whole_in_bfloat16(checkpoints: Any) -> None:
@@ -179,9 +151,7 @@ def test_cut_equals_whole_in_autocast(half: torch.dtype, model_type: str, checkp
                 block.training = True  # not what is in it: no dropout
         loss, found = run(shards, inputs, half)
         assert torch.equal(loss, expected)
-        assert found.keys() == gradients.keys()
-        for name, gradient in gradients.items():
-            assert torch.equal(found[name], gradient), name
+        assert_equal(found, gradients)
     received: Bundle = ()
     with torch.no_grad(), autocast(half):
         for shard in shards[:-1]:
@@ -219,12 +189,9 @@ def test_rank_restores_the_whole_models_order(checkpoints: Any) -> None:
     merged = [name for _, name in sorted(ranked)]
     assert merged == [*[n for n, _ in model.named_parameters()], "lm_head.weight"]
     lora = "transformer.h.3.attn.c_attn.lora_A.default.weight"
-    assert shards[0].parameter_index("transformer.h.3.attn.c_attn.bias") < shards[
-        0
-    ].parameter_index(lora)
-    assert shards[0].parameter_index(lora) < shards[0].parameter_index(
-        "transformer.h.3.attn.c_proj.weight"
-    )
+    around = "transformer.h.3.attn.c_attn.bias", lora, "transformer.h.3.attn.c_proj.weight"
+    places = [shards[0].parameter_index(name) for name in around]
+    assert places == sorted(set(places))
 
 
 def test_tied_weight_is_two_parameters(checkpoints: Any) -> None:
@@ -240,11 +207,8 @@ def test_tied_weight_is_two_parameters(checkpoints: Any) -> None:
     assert torch.equal(last.model.get_parameter("lm_head.weight"), embedding)
     assert "transformer.wte.weight" not in dict(last.model.named_parameters())
     assert "lm_head.weight" not in dict(first.model.named_parameters())
-
-
-def test_untied_model_says_so(checkpoints: Any) -> None:
-    (shard,) = build("llama", checkpoints("llama"), [0, 6])
-    assert (shard.ties, shard.tied_elsewhere) == ({}, set())
+    (untied,) = build("llama", checkpoints("llama"), [0, 6])
+    assert (untied.ties, untied.tied_elsewhere) == ({}, set())
 
 
 def test_random_weights_do_not_depend_on_the_cut() -> None:
@@ -253,10 +217,7 @@ def test_random_weights_do_not_depend_on_the_cut() -> None:
         for shard in build(model_type, None, [0, 2, 5, 6], seed=5):
             held.update(shard.model.state_dict())
         (alone,) = build(model_type, None, [0, 6], seed=5)
-        expected = alone.model.state_dict()
-        assert held.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.equal(held[name], value), name
+        assert_equal(held, alone.model.state_dict())
 
 
 def test_random_weights_depend_on_the_seed_and_follow_the_models_own_rule() -> None:
@@ -273,18 +234,17 @@ def seed_by_place(place: str | int) -> None:
     torch.manual_seed(1000 + place if isinstance(place, int) else len(place))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
 @pytest.mark.parametrize("model_type", ["gpt2", "xlnet"])  # XLNet drops of its positions, too
 @pytest.mark.parametrize("alpha", [None, 5.0], ids=["no noise", "noise"])
-def test_dropout_and_noise_do_not_depend_on_the_cut(
-    model_type: str, alpha: float | None, checkpointing: bool, checkpoints: Any
+def test_dropout_and_noise_do_not_depend_on_the_cut_nor_on_recomputing(
+    model_type: str, alpha: float | None, checkpoints: Any
 ) -> None:
     inputs = probe_inputs(config_of(model_type))
     results = []
     # XLNet asks its parts for the type of their weights, and its head alone has none there.
     names = [name for name in CUTS if (model_type, name) != ("xlnet", "head alone")]
-    for bounds in map(CUTS.__getitem__, names):
-        shards = build(model_type, checkpoints(model_type), bounds)
+    for name, checkpointing in itertools.product(names, (False, True)):
+        shards = build(model_type, checkpoints(model_type), CUTS[name])
         for shard in shards:
             shard.train(True)
             shard.on_enter = seed_by_place
@@ -297,7 +257,7 @@ def test_dropout_and_noise_do_not_depend_on_the_cut(
     assert not torch.equal(loss, whole(model_type, checkpoints(model_type))[0])
     for other_loss, other in results[1:]:
         assert torch.equal(other_loss, loss)
-        assert all(torch.equal(other[name], gradient) for name, gradient in gradients.items())
+        assert_equal(other, gradients)
 
 
 def test_noise_is_uniform_within_its_bound_and_in_training_only(checkpoints: Any) -> None:
@@ -320,20 +280,6 @@ def test_noise_is_uniform_within_its_bound_and_in_training_only(checkpoints: Any
     assert float(noise_BSD.std()) == pytest.approx(bound / 3**0.5, rel=0.05)
 
 
-def test_recompute_gives_the_gradients_of_the_stored_forward(checkpoints: Any) -> None:
-    inputs = probe_inputs(config_of("gpt2"))
-    both = []
-    for checkpointing in (False, True):
-        shards = build("gpt2", checkpoints("gpt2"), [0, 2, 6])
-        for shard in shards:
-            shard.train(True)
-            shard.on_enter = seed_by_place
-            if checkpointing:
-                shard.recompute_blocks()
-        both.append(run(shards, inputs)[1])
-    assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
-
-
 def test_places_are_announced_once_and_in_order(checkpoints: Any) -> None:
     seen: list[str | int] = []
     inputs = probe_inputs(config_of("llama"))
@@ -345,45 +291,14 @@ def test_places_are_announced_once_and_in_order(checkpoints: Any) -> None:
     assert seen == [begins, begins, 0, 1, 2, 3, begins, 4, 5, begins, "head"]
 
 
-class CountingFile:
-    """A safetensors file that writes down which tensors are read."""
-
-    def __init__(self, path: str, read: set[str], opened: set[str], **kwargs: Any) -> None:
-        self._file = safe_open(path, **kwargs)
-        self._read = read
-        opened.add(Path(path).name)
-
-    def __enter__(self) -> CountingFile:
-        self._file.__enter__()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._file.__exit__(*exc)
-
-    def keys(self) -> list[str]:
-        return self._file.keys()
-
-    def get_slice(self, name: str) -> Any:
-        lazy, read = self._file.get_slice(name), self._read
-
-        class Slice:
-            def __getitem__(self, index: Any) -> torch.Tensor:
-                read.add(name)
-                return lazy[index]
-
-            def __getattr__(self, attribute: str) -> Any:
-                return getattr(lazy, attribute)
-
-        return Slice()
-
-
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], set[str]]:
+    """The tensors that are read, and the files that are opened."""
     read: set[str] = set()
     opened: set[str] = set()
-    monkeypatch.setattr(
-        weights, "safe_open", lambda path, **kwargs: CountingFile(path, read, opened, **kwargs)
-    )
+    note_reads(monkeypatch, read.add)
+    noted = weights._open
+    monkeypatch.setattr(weights, "_open", lambda path: (opened.add(path.name), noted(path))[1])
     return read, opened
 
 
@@ -427,43 +342,34 @@ def test_from_the_hub_only_needed_files_are_asked_for(
     checkpoint = Checkpoint("somebody/tiny", "v2")
     build_shard(config_of("llama"), checkpoint, ShardRange(0, 1, True, False))
     index = json.loads((path / "model.safetensors.index.json").read_text("utf-8"))["weight_map"]
-    needed = {
-        file
-        for name, file in index.items()
-        if name.startswith(("model.layers.0.", "model.embed_tokens."))
-    }
+    own = ("model.layers.0.", "model.embed_tokens.")
+    needed = {file for name, file in index.items() if name.startswith(own)}
     assert {repo for repo, _, _ in asked} == {"somebody/tiny"}
     assert {revision for _, _, revision in asked} == {"v2"}
-    looked_for = {"config.json", "adapter_config.json", "model.safetensors"}
-    looked_for |= {"model.safetensors.index.json"}
+    looked_for = {"config.json", "adapter_config.json"}
+    looked_for |= {"model.safetensors", "model.safetensors.index.json"}
     assert {file for _, file, _ in asked} == needed | looked_for
     assert needed < set(index.values())
 
 
-def device() -> Any:
-    return open_device("cpu")
+def load(settings: ModelConfig, folder: Path, rng: ShardRange, seed: int = 0) -> Any:
+    return load_shard(settings, folder, rng, open_device("cpu"), seed=seed).model
 
 
-def test_load_shard_takes_dtype_from_checkpoint_or_configuration(
-    tmp_path: Path, checkpoints: Any
-) -> None:
+def test_load_shard_takes_dtype_of_checkpoint_or_section(tmp_path: Path, checkpoints: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoints("llama"), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "half")
     rng = ShardRange(0, 2, True, False)
-    settings = ModelConfig(name_or_path="half")
-    assert load_shard(settings, tmp_path, rng, device(), seed=0).model.dtype == torch.bfloat16
+    assert load(ModelConfig(name_or_path="half"), tmp_path, rng).dtype == torch.bfloat16
     settings = ModelConfig(name_or_path="half", dtype="float32")
-    assert load_shard(settings, tmp_path, rng, device(), seed=0).model.dtype == torch.float32
+    assert load(settings, tmp_path, rng).dtype == torch.float32
 
 
 def test_load_shard_from_config_uses_the_seed(tmp_path: Path) -> None:
     fields = {k: v for k, v in config_of("llama").to_dict().items() if k != "dtype"}
     settings = ModelConfig(from_config=fields)
     rng = ShardRange(2, 3, False, False)
-    one, same, other = (
-        load_shard(settings, tmp_path, rng, device(), seed=seed).model.state_dict()
-        for seed in (1, 1, 2)
-    )
+    one, same, other = (load(settings, tmp_path, rng, seed).state_dict() for seed in (1, 1, 2))
     name = "model.layers.2.mlp.up_proj.weight"
     assert torch.equal(one[name], same[name])
     assert not torch.equal(one[name], other[name])
@@ -474,8 +380,7 @@ def test_attention_implementation_is_respected(checkpoints: Any, tmp_path: Path)
     rng = ShardRange(0, 1, True, False)
     for name, expected in (("eager", "eager"), (None, "sdpa")):
         settings = ModelConfig(name_or_path=str(checkpoints("llama")), attn_implementation=name)
-        shard = load_shard(settings, tmp_path, rng, device(), seed=0)
-        assert shard.model.config._attn_implementation == expected
+        assert load(settings, tmp_path, rng).config._attn_implementation == expected
 
 
 def test_missing_directory_names_path_and_host(tmp_path: Path) -> None:
@@ -528,9 +433,7 @@ REFUSED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("named", ["in place", "folder"])
 @pytest.mark.parametrize("more", REFUSED, ids=lambda more: json.dumps(more)[:50])
-def test_every_model_passes_load_model_config(
-    more: dict[str, Any], named: str, tmp_path: Path
-) -> None:
+def test_models_pass_load_model_config(more: dict[str, Any], named: str, tmp_path: Path) -> None:
     fields = {**config_of("llama").to_dict(), **more}
     if named == "in place":
         section, place = ModelConfig(from_config=fields), "model.from_config"
@@ -575,10 +478,9 @@ def test_broken_configuration_is_a_model_error(tmp_path: Path) -> None:
 def test_weights_of_another_shape_than_the_configuration_are_named(checkpoints: Any) -> None:
     config, path = copy.deepcopy(config_of("llama")), checkpoints("llama")
     config.intermediate_size *= 2
-    with pytest.raises(
-        ModelError, match=r"layers\.0\.mlp\.\w+\.weight of .* has the shape \["
-    ) as raised:
-        build_shard(config, Checkpoint(str(path)), ranges([0, 6])[0])
+    text = r"layers\.0\.mlp\.\w+\.weight of .* has the shape \["
+    with pytest.raises(ModelError, match=text) as raised:
+        build_shard(config, Checkpoint(str(path)), WHOLE)
     assert raised.value.exit_code == 2
 
 
@@ -612,7 +514,7 @@ def test_a_loss_of_routers_that_counts_no_items_is_refused(monkeypatch: pytest.M
     found = replace(introspect(config), loss_counts_items=False)
     monkeypatch.setattr(shard_module, "introspect", lambda config: found)
     with pytest.raises(ArchitectureError, match="not a sum over tokens and what the routers add"):
-        build_shard(config, None, ShardRange(0, 6, True, True))
+        build_shard(config, None, WHOLE)
 
 
 def test_absent_routers_report_received_logits_to_their_hooks() -> None:
@@ -650,7 +552,7 @@ def test_weights_that_layers_share_are_parameters_of_each_layer() -> None:
     """The later layer's are read from where the checkpoint has them; drawn, they are the same."""
     config = tiny_config("zamba2")
     name = "model.layers.{}.shared_transformer.self_attn.q_proj.weight".format
-    alone = build_shard(config, None, ShardRange(0, 6, True, True))
+    alone = build_shard(config, None, WHOLE)
     first = build_shard(config, None, ShardRange(0, 5, True, False))
     last = build_shard(config, None, ShardRange(5, 6, False, True))
     here, there = (alone.model.get_parameter(name(k)) for k in (2, 5))
@@ -700,13 +602,7 @@ def test_shards_built_in_two_threads_leave_the_library_as_it_was(tmp_path: Path)
     assert PreTrainedModel.tie_weights is before
 
 
-def seed_of(place: str | int) -> int:
-    return sum(map(ord, str(place)))
-
-
-def test_recompute_draws_again_where_torch_saves_no_random_state(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_recompute_draws_again_where_torch_saves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device that `torch.utils.checkpoint` does not know: only seeding repeats a draw."""
     real = shard_module.checkpoint
     saved = []
@@ -722,17 +618,15 @@ def test_recompute_draws_again_where_torch_saves_no_random_state(
     assert config.resid_pdrop > 0
     found = []
     for recompute in (False, True):
-        shard = build_shard(config, None, ShardRange(0, 6, True, True), dtype=torch.float32)
-        shard.on_enter = lambda place: torch.manual_seed(seed_of(place))
+        shard = build_shard(config, None, WHOLE, dtype=torch.float32)
+        shard.on_enter = seed_by_place
         if recompute:
             shard.recompute_blocks()
         shard.train()
-        loss = shard.loss(probe_inputs(config), (), ITEMS)
-        loss.backward()
-        found.append((loss.detach(), {n: p.grad for n, p in shard.model.named_parameters()}))
+        found.append(run([shard], probe_inputs(config)))
     (loss, gradients), (again, recomputed) = found
     assert torch.equal(loss, again)
-    assert all(torch.equal(gradients[name], recomputed[name]) for name in gradients)
+    assert_equal(recomputed, gradients)
     assert saved == [False] * 6
 
 

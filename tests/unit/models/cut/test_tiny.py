@@ -53,39 +53,19 @@ def test_shrink_keeps_multi_query_and_full_heads_apart() -> None:
     assert shrink(multi).num_key_value_heads == 1
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"type": "longrope", "short_factor": [1.1] * 48, "long_factor": [2.0] * 48}
+LONGER = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
 @pytest.mark.parametrize(
     "config",
     [
-        LlamaConfig(
-            head_dim=128,
-            num_hidden_layers=2,
-            rope_scaling={
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-        ),
-        Phi3Config(
-            pad_token_id=32000,
-            num_hidden_layers=2,
-            max_position_embeddings=131072,
-            original_max_position_embeddings=4096,
-            rope_scaling={
-                "type": "longrope",
-                "short_factor": [1.1] * 48,
-                "long_factor": [2.0] * 48,
-            },
-        ),
-        Qwen3Config(
-            num_hidden_layers=2,
-            rope_scaling={
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 32768,
-            },
-        ),
+        LlamaConfig(head_dim=128, num_hidden_layers=2, rope_scaling=LLAMA3),
+        Phi3Config(pad_token_id=32000, num_hidden_layers=2, rope_scaling=LONGROPE, **LONGER),
+        Qwen3Config(num_hidden_layers=2, rope_scaling=YARN),
     ],
     ids=["llama3", "longrope", "yarn"],
 )

@@ -117,7 +117,6 @@ def test_names_that_a_wrapper_made_are_refused_with_the_cause(prefix, wrapper, t
     rewritten(base, lambda tensors: {prefix + name: t for name, t in tensors.items()})
     with pytest.raises(ModelError, match=f"that {wrapper}.* has wrapped: {prefix}lm_head") as e:
         held(base)
-    assert e.value.hint is not None
     assert f"take '{prefix}' out of the names" in e.value.hint
     with pytest.raises(ModelError, match=f"that {wrapper}.* has wrapped"):
         shards(base, 0, 2, 4)

@@ -62,20 +62,25 @@ def parts_of(pieces: list[Shard]) -> list[dict[str, torch.Tensor]]:
     return [dict(export_parts(piece)) for piece in pieces]
 
 
+def written(folder: Path, pieces: list[Shard], *more: Any, **options: Any) -> Path:
+    """The checkpoint of these pieces, in `folder / "out"`."""
+    output = OutputDirectory(folder / "out", overwrite=True)
+    write_checkpoint(output, parts_of(pieces), pieces[0].config, *more, **options)
+    return output.path
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpoint_from_shards_equals_the_librarys_own(name: str, tmp_path: Path) -> None:
     model_type, settings = MODELS[name]
     base = save_model(tmp_path / "base", model_type, **settings)
     pieces = shards(base, 0, 1, 3, 4)
     generation = GenerationConfig.from_pretrained(base)
-    target = tmp_path / "out"
-    write_checkpoint(
-        OutputDirectory(target),
-        parts_of(pieces),
-        pieces[0].config,
-        generation,
-        max_file_bytes=100_000,
-    )
+    target = written(tmp_path, pieces, generation, max_file_bytes=100_000)
     ours, theirs = files_of(target), files_of(base)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
@@ -96,7 +101,6 @@ def test_settings_that_the_library_would_not_save_are_kept(tmp_path: Path) -> No
     pieces = shards(base, 0, 2, 4)
     config = copy.deepcopy(pieces[0].config)
     generation = base_generation(ModelConfig(name_or_path=str(base)), tmp_path, config)
-    assert generation is not None
     align_tokens(config, generation, tiny_tokenizer())
     with pytest.raises(ValueError, match="temperature"):
         generation.save_pretrained(tmp_path / "refused")
@@ -123,20 +127,17 @@ def test_generation_settings_that_cannot_be_used_are_named(tmp_path: Path) -> No
         base_generation(model, tmp_path, LlamaConfig())
 
 
-def test_trained_weights_and_not_the_loaded_ones_are_exported(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base")
+def test_trained_weights_and_not_the_loaded_ones_are_exported(base: Path, tmp_path: Path) -> None:
     pieces = shards(base, 0, 2, 4)
     randomise(pieces)
-    write_checkpoint(OutputDirectory(tmp_path / "out"), parts_of(pieces), pieces[0].config)
-    logits = stock_logits(load_cleanly(tmp_path / "out"))
+    out = written(tmp_path, pieces)
+    logits = stock_logits(load_cleanly(out))
     assert torch.equal(logits, chain_logits(pieces))
     assert not torch.equal(logits, stock_logits(stock(base)))
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert (out / "model.safetensors").is_file()
 
 
-def test_exported_names_do_not_depend_on_how_the_loaded_checkpoint_was_saved(
-    tmp_path: Path,
-) -> None:
+def test_exported_names_do_not_depend_on_how_the_checkpoint_was_saved(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", "mixtral")
     model = stock(base)
     model.save_pretrained(tmp_path / "fused", save_original_format=False)
@@ -146,8 +147,7 @@ def test_exported_names_do_not_depend_on_how_the_loaded_checkpoint_was_saved(
     assert found == set(expected_checkpoint_tensors(model.config)) == set(files_of(base))
 
 
-def test_incomplete_checkpoint_is_never_written(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base")
+def test_incomplete_checkpoint_is_never_written(base: Path, tmp_path: Path) -> None:
     pieces = shards(base, 0, 1, 3, 4)
     parts = parts_of(pieces)
     for given, said in (
@@ -156,21 +156,17 @@ def test_incomplete_checkpoint_is_never_written(tmp_path: Path) -> None:
         ([{**parts[0], "extra": torch.zeros(2)}], "does not have: extra"),
         ([{"model.norm.weight": torch.zeros(3)}], "wrong shape: model.norm.weight"),
     ):
+        output = OutputDirectory(tmp_path / "out")
         with pytest.raises(CheckpointError, match=said):
-            write_checkpoint(
-                OutputDirectory(tmp_path / "out"), given, pieces[0].config, max_file_bytes=50_000
-            )
-        assert [p.name for p in tmp_path.iterdir()] == ["base"]
+            write_checkpoint(output, given, pieces[0].config, max_file_bytes=50_000)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_failing_disk_leaves_the_older_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = save_model(tmp_path / "base")
     pieces = shards(base, 0, 4)
-    target = tmp_path / "out"
-    output = OutputDirectory(target, overwrite=True)
-    write_checkpoint(output, parts_of(pieces), pieces[0].config)
+    target = written(tmp_path, pieces)
     before = files_of(target)
 
     def full(*args: Any, **kwargs: Any) -> None:
@@ -179,15 +175,13 @@ def test_failing_disk_leaves_the_older_checkpoint(
     monkeypatch.setattr(export, "save_file", full)
     randomise(pieces)
     with pytest.raises(ResourceError, match="No space left"):
-        write_checkpoint(output, parts_of(pieces), pieces[0].config)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["base", "out"]
+        written(tmp_path, pieces)
+    assert list(tmp_path.iterdir()) == [target]
     assert all(torch.equal(t, before[k]) for k, t in files_of(target).items())
 
 
-def test_the_writer_buffers_at_most_one_file_and_copies_tensors(tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base")
+def test_the_writer_buffers_at_most_one_file_and_copies_tensors(base: Path, tmp_path: Path) -> None:
     (piece,) = shards(base, 0, 4)
-    buffer = torch.zeros(96 * 64)
 
     def reused() -> Any:
         for key, tensor in export_parts(piece):
@@ -211,12 +205,9 @@ def write_files(output: OutputDirectory, files: dict[str, str]) -> None:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    return {
-        path.relative_to(folder).as_posix(): path.read_text()
-        for path in files
-        if path.name != export.EXPORT_LIST
-    }
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    own = [path for path in files if path.name != export.EXPORT_LIST]
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in own}
 
 
 def test_directory_that_is_not_empty_is_refused_without_overwrite(tmp_path: Path) -> None:

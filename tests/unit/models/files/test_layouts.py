@@ -142,30 +142,21 @@ def check_all(task: Task, name: str, folder: Path) -> None:
     assert read[0], "transformers does not read what it has saved"
 
 
-@pytest.mark.parametrize(("task", "name"), SHORT)
-def test_shards_read_every_layout_as_from_pretrained_does(
-    task: Task, name: str, tmp_path: Path
-) -> None:
-    check_all(task, name, tmp_path)
+PARTS = needs("multimodal", "classification")
 
 
-@needs("multimodal", "classification")
-@pytest.mark.parametrize(("task", "name"), MORE)
-def test_shards_of_classifiers_and_of_models_of_several_parts_read_every_layout(
-    task: Task, name: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("task", "name"), [*SHORT, *(pytest.param(*m, marks=PARTS) for m in MORE)])
+def test_shards_read_layouts_as_from_pretrained_does(task: Task, name: str, tmp_path: Path) -> None:
     check_all(task, name, tmp_path)
 
 
 @pytest.mark.long
-@needs("multimodal", "classification")
+@PARTS
 @pytest.mark.parametrize(
     ("task", "name"),
     [(t, n) for t in TASKS for n in architecture_names(t) if (t, n) not in (*SHORT, *MORE)],
 )
-def test_shards_of_all_architectures_read_every_layout(
-    task: Task, name: str, tmp_path: Path
-) -> None:
+def test_shards_of_any_architecture_read_all_layouts(task: Task, name: str, tmp_path: Path) -> None:
     try:
         introspect(tiny_config(name, task))
     except (ArchitectureError, *LIBRARY_ERRORS) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +15,24 @@ from hetero_framework.config import AdapterConfig, Config
 from hetero_framework.core.devices import Device, Support, open_device
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.errors import ConfigError, DeviceError, ModelError
-from hetero_framework.models.adapters.trainable import (
-    attach_adapter,
-    export_parts,
-    trainable_parameters,
-)
-from hetero_framework.models.files.export import OutputDirectory, write_adapter
+from hetero_framework.models.adapters.trainable import attach_adapter
 from hetero_framework.models.files.quantization import (
     modules_left_alone,
     quantization_config,
     stored_quantization,
 )
 from hetero_framework.models.files.weights import check_quantizer
+from tests.samples import config_for
 from tests.unit.adapter_helpers import (
-    batch,
-    chain_backward,
     chain_logits,
+    check_gradients,
     randomise,
     save_model,
     shards,
     stock,
     stock_logits,
+    write,
 )
-
-PREFIX = "base_model.model."
 
 SETTINGS = {
     "nf4": BitsAndBytesConfig(
@@ -71,6 +64,16 @@ def stored(
     return request.param, folder
 
 
+def trained(base: PreTrainedModel, adapter: Path, dtype: torch.dtype) -> PeftModel:
+    """By stock PEFT, with its trained parameters in this type."""
+    model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    model.train(False)
+    return model
+
+
 def test_shards_of_a_quantised_checkpoint_equal_the_whole(stored: tuple[str, Path]) -> None:
     kind, folder = stored
     whole = stock(folder, device_map={"": "cpu"})
@@ -79,9 +82,7 @@ def test_shards_of_a_quantised_checkpoint_equal_the_whole(stored: tuple[str, Pat
     assert stored_quantization(AutoConfig.from_pretrained(folder)) == kind
 
 
-def test_quantising_while_loading_equals_the_stored_checkpoint(
-    stored: tuple[str, Path], llama: Path
-) -> None:
+def test_quantising_in_loading_equals_the_checkpoint(stored: tuple[str, Path], llama: Path) -> None:
     kind, folder = stored
     parts = shards(llama, 0, 2, 4, quantization=kind, attach=False)
     assert torch.equal(chain_logits(parts), stock_logits(stock(folder, device_map={"": "cpu"})))
@@ -96,30 +97,11 @@ def test_qlora_loss_and_gradients_equal_the_whole_models(
     settings = AdapterConfig(target_modules="all-linear", autocast_adapter_dtype=autocast)
     parts = shards(folder, 0, 1, 3, 4, adapter=settings)
     randomise(parts)
-    assert parts[0].adapter is not None
-    exported = [dict(export_parts(part)) for part in parts]
-    write_adapter(
-        OutputDirectory(tmp_path / "adapter"), exported, parts[0].adapter.plan, str(folder)
-    )
-
+    adapter = write(tmp_path / "adapter", parts, folder)
     base = stock(folder, device_map={"": "cpu"})
-    model = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True)
-    dtype = torch.float32 if autocast else torch.bfloat16
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            # By default as TRL's SFTTrainer does over a quantised base.
-            parameter.data = parameter.data.to(dtype)
-    model.train(False)
-    expected_loss = model(**batch(), use_cache=False).loss
-    expected_loss.backward()
-    assert torch.equal(chain_backward(parts), expected_loss.detach())
-
-    expected = {n.removeprefix(PREFIX): p for n, p in model.named_parameters() if p.requires_grad}
-    found = dict(item for part in parts for item in trainable_parameters(part))
-    assert found.keys() == expected.keys()
-    for name, parameter in found.items():
-        assert parameter.dtype == dtype
-        assert torch.equal(parameter.grad, expected[name].grad), name
+    # By default as TRL's SFTTrainer does over a quantised base.
+    model = trained(base, adapter, torch.float32 if autocast else torch.bfloat16)
+    check_gradients(parts, model)
 
 
 def test_every_shard_leaves_the_same_modules_unquantised(llama: Path) -> None:
@@ -145,9 +127,7 @@ def test_full_training_of_a_quantised_model_is_refused(llama: Path) -> None:
 def test_nf4_is_qloras_recipe(llama: Path) -> None:
     config = AutoConfig.from_pretrained(llama)
     settings = quantization_config("nf4", config, torch.bfloat16, open_device("cpu"))
-    assert isinstance(settings, BitsAndBytesConfig)
-    assert settings.bnb_4bit_quant_type == "nf4"
-    assert settings.bnb_4bit_use_double_quant
+    assert (settings.bnb_4bit_quant_type, settings.bnb_4bit_use_double_quant) == ("nf4", True)
     assert settings.bnb_4bit_compute_dtype == torch.bfloat16
 
 
@@ -156,9 +136,7 @@ class NoFourBit(Device):
         return Support(False, "no kernels for this device")
 
 
-def test_device_without_bitsandbytes_is_refused_with_the_reason(
-    llama: Path, stored: tuple[str, Path]
-) -> None:
+def test_device_without_bitsandbytes_is_refused(llama: Path, stored: tuple[str, Path]) -> None:
     device = NoFourBit()
     with pytest.raises(DeviceError, match="no kernels for this device"):
         quantization_config("nf4", AutoConfig.from_pretrained(llama), torch.float32, device)
@@ -167,68 +145,40 @@ def test_device_without_bitsandbytes_is_refused_with_the_reason(
         quantization_config(None, config, torch.float32, device)
 
 
-def test_contradicting_or_foreign_quantisation_is_refused(
-    stored: tuple[str, Path], llama: Path
-) -> None:
+def test_other_or_foreign_quantisation_is_refused(stored: tuple[str, Path], llama: Path) -> None:
     kind, folder = stored
     other: Any = "int8" if kind == "nf4" else "nf4"
     config = AutoConfig.from_pretrained(folder)
     with pytest.raises(ConfigError, match="quantised already"):
         quantization_config(other, config, torch.float32, open_device("cpu"))
-    settings = json.loads('{"quant_method": "hqq", "bits": 4}')
     with pytest.raises(ModelError, match="'hqq'"):
-        check_quantizer(settings, str(llama))
+        check_quantizer({"quant_method": "hqq", "bits": 4}, str(llama))
 
 
-def mixed(base: Path, *, worker: str | None = "none", **sections: Any) -> Config:
+def mixed(base: Path, *, worker: str | None = "none") -> Config:
     """Layers 0 and 1 in nf4, 2 and 3 as the worker says."""
-    machine = {"ip": "127.0.0.1", "device": "cpu"}
-    return Config.from_dict(
-        {
-            "coordinator": {**machine, "port": 1},
-            "workers": [{**machine, "id": 1, "port": 2, "quantization": worker}],
-            "shard_plan": [{"id": "local", "start": 0, "end": 2}, {"id": 1, "start": 2, "end": 4}],
-            "model": {"name_or_path": str(base), "quantization": "nf4"},
-            "adapter": {"target_modules": "all-linear"},
-            **sections,
-        }
+    return config_for(
+        *(("local", 2), (1, 4)),
+        workers=[{"id": 1, "ip": "127.0.0.1", "device": "cpu", "port": 2, "quantization": worker}],
+        model={"name_or_path": str(base), "quantization": "nf4"},
+        adapter={"target_modules": "all-linear"},
     )
 
 
-def test_layers_by_machine_equal_one_model_that_quantises_exactly_these(
-    llama: Path, tmp_path: Path
-) -> None:
+def test_layers_by_machine_equal_a_model_that_quantises_these(llama: Path, tmp_path: Path) -> None:
     config = mixed(llama)
     stages = load_stages(config, config.plan.stages, open_device("cpu"))
     parts = [stage._shard for stage in stages]
     for part in parts:
         part.train(False)
     randomise(parts)
-    assert parts[0].adapter is not None
-    exported = [dict(export_parts(part)) for part in parts]
-    write_adapter(
-        OutputDirectory(tmp_path / "adapter"), exported, parts[0].adapter.plan, str(llama)
-    )
+    adapter = write(tmp_path / "adapter", parts, llama)
 
-    left_alone = ["lm_head", "model.layers.2", "model.layers.3"]
     settings = copy.deepcopy(SETTINGS["nf4"])
-    settings.llm_int8_skip_modules = left_alone
+    settings.llm_int8_skip_modules = ["lm_head", "model.layers.2", "model.layers.3"]
     base = stock(llama, quantization_config=settings, device_map={"": "cpu"})
-    model = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            # As TRL's SFTTrainer does where any of the base is quantised.
-            parameter.data = parameter.data.to(torch.bfloat16)
-    model.train(False)
-    expected_loss = model(**batch(), use_cache=False).loss
-    expected_loss.backward()
-    assert torch.equal(chain_backward(parts), expected_loss.detach())
-    expected = {n.removeprefix(PREFIX): p for n, p in model.named_parameters() if p.requires_grad}
-    found = dict(item for part in parts for item in trainable_parameters(part))
-    assert found.keys() == expected.keys()
-    for name, parameter in found.items():
-        assert parameter.dtype == torch.bfloat16
-        assert torch.equal(parameter.grad, expected[name].grad), name
+    # As TRL's SFTTrainer does where any of the base is quantised.
+    check_gradients(parts, trained(base, adapter, torch.bfloat16))
 
     everything = load_stages(mixed(llama, worker=None), config.plan.stages, open_device("cpu"))
     kinds = [

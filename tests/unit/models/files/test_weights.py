@@ -91,11 +91,8 @@ def test_a_misspelt_directory_is_refused() -> None:
 
 
 LAYOUTS = {
-    "model.safetensors": "",
-    "model.safetensors.index.json": "",
-    "model.fp16.safetensors": "",
-    "model.safetensors.index.fp16.json": "",
-    "nested/model.safetensors": "",
+    **{"model.safetensors": "", "model.safetensors.index.json": "", "model.fp16.safetensors": ""},
+    **{"model.safetensors.index.fp16.json": "", "nested/model.safetensors": ""},
     "other.safetensors": "other.safetensors",
     "other.safetensors.index.json": "other.safetensors.index.json",
     "absent": "absent.safetensors",
@@ -183,10 +180,7 @@ BITS = {"quant_method": "gptq", "bits": 4}
         ({"quantization_config": None, "text_config": {"quantization_config": BITS}}, BITS),
         ({"quantization_config": BITS, "compression_config": {}}, BITS),
         ({"quantization_config": BITS, "compression_config": {**BITS, "bits": 8}}, None),
-        (
-            {"quantization_config": BITS, "text_config": {"quantization_config": {"bits": 8}}},
-            None,
-        ),
+        ({"quantization_config": BITS, "text_config": {"quantization_config": {"bits": 8}}}, None),
     ],
 )
 def test_how_weights_are_stored_is_said_once(fields: dict[str, Any], expected: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,33 +30,32 @@ from hetero_framework.models.sizing.memory import (
 )
 from hetero_framework.units import size
 from tests.installed import needs
+from tests.samples import config_for
 from tests.unit.adapter_helpers import batch, chain_backward, save_model, shards, stock
 
 
 def config_of(
     base: Path, bounds: tuple[int, ...], adapter: AdapterConfig | None = None, **sections: Any
 ) -> Config:
-    plan = [
-        {"id": "local" if index == 0 else index, "start": start, "end": end}
-        for index, (start, end) in enumerate(itertools.pairwise(bounds))
-    ]
-    address = {"ip": "127.0.0.1"}
-    return Config.from_dict(
-        {
-            "coordinator": address,
-            "workers": [{**address, "id": i, "port": 9000 + i} for i in range(1, len(plan))],
-            "shard_plan": plan,
-            "model": {"name_or_path": str(base), **sections.get("model", {})},
-            "adapter": adapter.model_dump(mode="json") if adapter else None,
-            "training": {"per_device_train_batch_size": 2, **sections.get("training", {})},
-            "data": sections.get("data"),
-        }
+    owners: tuple[Any, ...] = ("local", *range(1, len(bounds) - 1))
+    return config_for(
+        *zip(owners, bounds[1:], strict=True),
+        device="auto",  # of which nobody knows yet that it has the host's memory
+        model={"name_or_path": str(base), **sections.get("model", {})},
+        adapter=adapter.model_dump(mode="json") if adapter else None,
+        training={"per_device_train_batch_size": 2, **sections.get("training", {})},
+        data=sections.get("data"),
     )
 
 
 def memory_of(config: Config, **kwargs: Any) -> list[StageMemory]:
-    assert config.model is not None
     return estimate_memory(config, load_model_config(config.model, Path()), **kwargs)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of four layers."""
+    return save_model(tmp_path_factory.mktemp("llama"))
 
 
 def held_bytes(model: nn.Module) -> int:
@@ -77,20 +75,17 @@ def held_bytes(model: nn.Module) -> int:
     return sum(storages.values())
 
 
-CASES: dict[str, tuple[str, dict[str, Any], AdapterConfig | None, dict[str, Any]]] = {
-    "full": ("llama", {}, None, {}),
-    "full tied": ("gemma", {}, None, {}),
-    "full gpt2": ("gpt2", {}, None, {}),
-    "lora bfloat16": ("llama", {}, AdapterConfig(), {"dtype": "bfloat16"}),
-    "qlora": ("llama", {}, AdapterConfig(target_modules="all-linear"), {"quantization": "nf4"}),
-    "int8": ("llama", {}, AdapterConfig(), {"quantization": "int8"}),
+CASES: dict[str, tuple[str, AdapterConfig | None, dict[str, Any]]] = {
+    "full": ("llama", None, {}),
+    "full tied": ("gemma", None, {}),
+    "full gpt2": ("gpt2", None, {}),
+    "lora bfloat16": ("llama", AdapterConfig(), {"dtype": "bfloat16"}),
+    "qlora": ("llama", AdapterConfig(target_modules="all-linear"), {"quantization": "nf4"}),
+    "int8": ("llama", AdapterConfig(), {"quantization": "int8"}),
     "experts, saved head": (
-        "qwen3_moe",
-        {},
-        AdapterConfig(target_modules=("q_proj",), modules_to_save=("lm_head",)),
-        {},
+        "qwen3_moe", AdapterConfig(target_modules=("q_proj",), modules_to_save=("lm_head",)), {}
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bounds", [(0, 1, 3, 4), (0, 4)])
@@ -98,8 +93,8 @@ CASES: dict[str, tuple[str, dict[str, Any], AdapterConfig | None, dict[str, Any]
 def test_weights_gradients_and_optimizer_are_counted_exactly(
     case: str, bounds: tuple[int, ...], tmp_path: Path
 ) -> None:
-    model_type, changes, adapter, model = CASES[case]
-    base = save_model(tmp_path, model_type, **changes)
+    model_type, adapter, model = CASES[case]
+    base = save_model(tmp_path, model_type)
     parts = shards(base, *bounds, adapter=adapter, **model)
     config = config_of(base, bounds, adapter, model=model)
     estimates = memory_of(config, tokens=12)
@@ -115,18 +110,18 @@ def test_weights_gradients_and_optimizer_are_counted_exactly(
         assert estimated.optimizer == sum(t.nbytes for t in states)
 
 
-def test_shared_weights_count_once_per_stage_and_gradients_per_block(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bounds", [(0, 4), (0, 2, 4)])
+def test_shared_weights_count_once_per_stage_and_gradients_per_block(
+    bounds: tuple[int, ...], tmp_path: Path
+) -> None:
     base = save_model(tmp_path, "zamba2")
-    for bounds in ((0, 4), (0, 2, 4)):
-        parts = shards(base, *bounds)
-        config = config_of(base, bounds, None, model={})
-        estimates = memory_of(config, tokens=12)
-        assert [m.weights for m in estimates] == [held_bytes(part.model) for part in parts]
-        for part, estimated in zip(parts, estimates, strict=True):
-            stepping = [p for _, p in trainable_parameters(part)]
-            collecting = [*stepping, *tied_parameters(part).values()]
-            assert estimated.gradients == sum(p.nbytes for p in collecting)
-            assert estimated.optimizer == 2 * sum(p.nbytes for p in stepping)
+    parts = shards(base, *bounds)
+    estimates = memory_of(config_of(base, bounds), tokens=12)
+    assert [m.weights for m in estimates] == [held_bytes(part.model) for part in parts]
+    for part, estimated in zip(parts, estimates, strict=True):
+        stepping = sum(p.nbytes for _, p in trainable_parameters(part))
+        collecting = stepping + sum(p.nbytes for p in tied_parameters(part).values())
+        assert (estimated.gradients, estimated.optimizer) == (collecting, 2 * stepping)
 
 
 def stored_for_backward(model: nn.Module) -> int:
@@ -155,8 +150,7 @@ def test_activations_are_of_the_right_size(model_type: str, dtype: str, tmp_path
     assert 0.6 < (estimated.activations + estimated.logits) / real < 1.4
 
 
-def test_activations_grow_in_flight_and_shrink_with_checkpointing(tmp_path: Path) -> None:
-    base = save_model(tmp_path)
+def test_activations_grow_in_flight_and_shrink_with_checkpointing(base: Path) -> None:
 
     def activations(max_in_flight: int, **training: Any) -> list[int]:
         config = config_of(base, (0, 2, 4), training=training)
@@ -169,8 +163,7 @@ def test_activations_grow_in_flight_and_shrink_with_checkpointing(tmp_path: Path
     assert less[0] < activations(4, gradient_accumulation_steps=8)[0] / 3
 
 
-def test_a_stage_is_estimated_with_its_own_checkpointing_and_micro_batches(tmp_path: Path) -> None:
-    base = save_model(tmp_path)
+def test_a_stage_is_estimated_with_its_own_checkpointing_and_micro_batches(base: Path) -> None:
     config = config_of(base, (0, 1, 3, 4), training={"gradient_accumulation_steps": 8})
     plain = memory_of(config, max_in_flight=4, tokens=32)
     plan = [entry.model_dump(mode="json") for entry in config.shard_plan]
@@ -186,8 +179,7 @@ def test_a_stage_is_estimated_with_its_own_checkpointing_and_micro_batches(tmp_p
     assert own[1].holding(7).holding(4) == own[1]
 
 
-def test_a_stage_below_the_lowest_trained_layer_stores_nothing_for_backward(tmp_path: Path) -> None:
-    base = save_model(tmp_path)
+def test_a_stage_below_the_lowest_trained_layer_stores_nothing_for_backward(base: Path) -> None:
     adapter = AdapterConfig(layers_to_transform=(2, 3))
     config = config_of(base, (0, 1, 2, 4), adapter, training={"gradient_accumulation_steps": 8})
     few, many = (memory_of(config, max_in_flight=w, tokens=32) for w in (2, 6))
@@ -223,10 +215,7 @@ def test_logits_of_a_loss_in_pieces_are_those_of_one_piece(dtype: str, tmp_path:
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "rocm:0", "xpu:0", "cpu", "mps", "auto"])
-def test_adamw_needs_a_copy_of_the_weights_where_torch_steps_all_at_once(
-    device: str, tmp_path: Path
-) -> None:
-    base = save_model(tmp_path)
+def test_adamw_needs_a_copy_of_weights_where_torch_steps_at_once(device: str, base: Path) -> None:
 
     def memory(optim: str, tokens: int) -> StageMemory:
         training = {"optim": optim, "gradient_checkpointing": True}
@@ -286,8 +275,7 @@ def test_in_flight_limits_follow_from_memory() -> None:
     assert in_flight_limits(memory, 6, [({1, 2}, 30 + 9 + 2 * 15 - 1)])[1:] == (1, 1, 1)
 
 
-def test_optimizer_state_follows_the_optimizer(tmp_path: Path) -> None:
-    base = save_model(tmp_path)
+def test_optimizer_state_follows_the_optimizer(base: Path) -> None:
     found = {
         name: memory_of(config_of(base, (0, 4), training={"optim": name}))[0]
         for name in ("adamw_torch", "adamw_bnb_8bit", "adamw_torch_8bit", "lion_32bit", "sgd")
@@ -323,8 +311,8 @@ def test_the_fewest_layers_stream_until_a_device_fits() -> None:
     assert chosen(70, 17, optional=[1]) == {1: 8}
 
 
-def test_streamed_layers_leave_their_frozen_weights_to_host_memory(tmp_path: Path) -> None:
-    base, adapter = save_model(tmp_path), AdapterConfig(target_modules="all-linear")
+def test_streamed_layers_leave_their_frozen_weights_to_host_memory(base: Path) -> None:
+    adapter = AdapterConfig(target_modules="all-linear")
     config = config_of(base, (0, 1, 4), adapter)
     plan = config.to_dict()["shard_plan"]
     plan[1]["offload"] = 3
@@ -342,11 +330,8 @@ def test_streamed_layers_leave_their_frozen_weights_to_host_memory(tmp_path: Pat
 
 
 @needs("host_memory")
-def test_states_and_stored_inputs_in_host_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_and_inputs_in_host_memory(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "STATES_GROUP_BYTES", 1000)
-    base = save_model(tmp_path)
     training: dict[str, Any] = {"gradient_checkpointing": True, "max_in_flight": 2}
     training |= {"gradient_accumulation_steps": 2, "optim": "adamw_torch"}
 
@@ -388,11 +373,9 @@ def test_states_and_stored_inputs_in_host_memory(
     ],
 )
 def test_parts_that_are_alike_are_priced_once_and_others_apart(
-    adapter: AdapterConfig | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    adapter: AdapterConfig | None, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = save_model(tmp_path / "base")
     config = config_of(base, (0, 4), adapter)
-    assert config.model is not None
     model, priced = load_model_config(config.model, Path()), []
 
     def noted(spec: StageSpec, *rest: Any) -> StageMemory:
@@ -408,8 +391,7 @@ def test_parts_that_are_alike_are_priced_once_and_others_apart(
     assert sizes.memory_of_parts(config, model, 4) == parts
 
 
-def test_stored_attention_in_one_row_is_over_all_its_tokens(tmp_path: Path) -> None:
-    base = save_model(tmp_path)
+def test_stored_attention_in_one_row_is_over_all_its_tokens(base: Path) -> None:
 
     def stored(attention: str, padding_free: bool) -> int:
         model = {"attn_implementation": attention}
@@ -424,16 +406,12 @@ def test_stored_attention_in_one_row_is_over_all_its_tokens(tmp_path: Path) -> N
     assert stored("eager", True) - stored("eager", False) >= 4 * 4 * 4 * more
 
 
-EXPERTS = [
-    *[
-        ("mixtral", "num_experts_per_tok"),
-        ("hunyuan_v1_moe", "moe_topk"),
-        ("aria_text", "moe_topk"),
-    ],
-    *[("gemma4_text", "top_k_experts"), ("longcat_flash", "moe_topk"), ("ernie4_5_moe", "moe_k")],
-]
+EXPERTS = {
+    "mixtral": "num_experts_per_tok", "hunyuan_v1_moe": "moe_topk", "aria_text": "moe_topk",
+    "gemma4_text": "top_k_experts", "longcat_flash": "moe_topk", "ernie4_5_moe": "moe_k",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("model_type", "name"), EXPERTS)
+@pytest.mark.parametrize(("model_type", "name"), EXPERTS.items())
 def test_the_experts_of_a_token_are_those_of_the_configuration(model_type: str, name: str) -> None:
     assert experts_per_token(CONFIG_MAPPING[model_type](**{name: 5})) == 5

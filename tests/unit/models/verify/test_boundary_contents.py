@@ -22,22 +22,16 @@ from hetero_framework.models.verify.boundary_contents import (
 )
 from hetero_framework.units import size
 from tests.installed import needs
-from tests.samples import plan_of
+from tests.samples import config_for, plan_of
 
 TOKENS = 16
+UNTIED = {"tie_word_embeddings": False}
 
 
 def configured(model_type: str, **changes: Any) -> tuple[Config, PretrainedConfig]:
     fields = {**tiny_config(model_type).to_dict(), **changes}
-    config = Config.from_dict(
-        {
-            "coordinator": {"ip": "127.0.0.1"},
-            "workers": [{"id": 1, "hostname": "b", "ip": "127.0.0.2", "port": 9871}],
-            "shard_plan": plan_of(("local", 4), (1, 6)),
-            "model": {"from_config": fields, "tokenizer": "none", "dtype": "bfloat16"},
-        }
-    )
-    assert config.model is not None
+    model = {"from_config": fields, "tokenizer": "none", "dtype": "bfloat16"}
+    config = config_for(("local", 4), (1, 6), model=model)
     return config, load_model_config(config.model, config.base_dir)
 
 
@@ -49,9 +43,7 @@ def test_a_model_without_side_tensors_causes_no_lines() -> None:
 
 
 def test_bytes_of_side_tensors_are_reported_for_each_boundary() -> None:
-    config, model = configured(
-        "gemma3n_text", hidden_size_per_layer_input=32, tie_word_embeddings=False
-    )
+    config, model = configured("gemma3n_text", hidden_size_per_layer_input=32, **UNTIED)
     [line] = crossing_lines(config, model, TOKENS)
     # In bfloat16: 2 x 32 inputs of layers, keys and values of 2 heads of 16 in two layers; four
     # streams of 64.
@@ -66,17 +58,14 @@ def test_bytes_of_side_tensors_are_reported_for_each_boundary() -> None:
 
 
 def test_side_tensors_of_many_times_the_hidden_state_are_warned_of() -> None:
-    config, model = configured(
-        "gemma3n_text", hidden_size_per_layer_input=512, tie_word_embeddings=False
-    )
+    config, model = configured("gemma3n_text", hidden_size_per_layer_input=512, **UNTIED)
     [line] = crossing_lines(config, model, TOKENS)
     assert line.startswith("warning: in front of layer 4, 2.25 KiB of side tensors per token")
     assert line.endswith("; that is 4.5 times as much")
 
 
 def test_the_logits_of_many_experts_are_warned_of() -> None:
-    changes = {"output_router_logits": True, "num_local_experts": 64}
-    config, model = configured("mixtral", **changes)
+    config, model = configured("mixtral", output_router_logits=True, num_local_experts=64)
     assert crossing_lines(config, model, TOKENS) == [
         "warning: in front of layer 4, 512 B of side tensors per token cross the boundary beside"
         " 128 B of hidden state: mlp.gate.0 x 4; that is 4.0 times as much"
@@ -87,10 +76,9 @@ def test_the_logits_of_many_experts_are_warned_of() -> None:
 def test_a_codec_that_takes_not_all_gradients_of_a_boundary_is_refused() -> None:
     def check(adapter: AdapterConfig | None = None, **sections: Any) -> None:
         config, model = configured("gemma3n_text")
-        raw = {**config.to_dict(), **sections}
-        raw["model"] = {**raw["model"], "dtype": "float32"}
+        sections["model"] = {"dtype": "float32"}
         plan = None if adapter is None else plan_adapter(model, adapter)
-        check_codec(Config.from_dict(raw), model, plan, TOKENS)
+        check_codec(config.with_changes(**sections), model, plan, TOKENS)
 
     half, rounded = {"fp16": True}, {"gradients": "bf16"}
     check(wire=rounded)
@@ -124,11 +112,10 @@ def test_a_weight_trained_in_two_processes_is_reported_with_its_bytes() -> None:
     assert crossing_lines(config, model, TOKENS) == [
         f"{TIED} 64.0 KiB of gradients and 64.0 KiB of new weights for it"
     ]
-    adapted = with_changes(config, adapter={"r": 4, "target_modules": ["q_proj"]})
+    adapted = config.with_changes(adapter={"r": 4, "target_modules": ["q_proj"]})
     assert crossing_lines(adapted, model, TOKENS) == []
-    both_ends = [("local", 0, 2), (1, 2, 4), ("local", 4, 6)]
-    entries = [{"id": id, "start": start, "end": end} for id, start, end in both_ends]
-    assert crossing_lines(with_changes(config, shard_plan=entries), model, TOKENS) == []
+    entries = plan_of(("local", 2), (1, 4), ("local", 6))
+    assert crossing_lines(config.with_changes(shard_plan=entries), model, TOKENS) == []
 
 
 def test_each_place_of_a_weight_sends_its_gradient() -> None:
@@ -141,7 +128,3 @@ def test_each_place_of_a_weight_sends_its_gradient() -> None:
     nbytes = meta_model(model).get_parameter(line.partition(" and ")[0]).numel() * 2
     # Layers 4 and 5 are on worker 1.
     assert f"sends {size(2 * nbytes)} of gradients and {size(nbytes)} of new weights" in line
-
-
-def with_changes(config: Config, **changes: Any) -> Config:
-    return Config.from_dict({**config.to_dict(), **changes})
