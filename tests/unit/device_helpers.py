@@ -96,6 +96,12 @@ class QueuedDevice(Device):
         return [tensor.clone() for tensor in tensors]
 
 
+class OneThreadDevice(QueuedDevice):
+    """As MPS: only the computing thread may copy to it."""
+
+    one_thread = True
+
+
 class Reads(TorchDispatchMode):
     """Counts the numbers that are read off tensors: each read makes a host wait for its device."""
 

@@ -44,7 +44,7 @@ from hetero_framework.errors import PeerLostError, ProtocolError
 from hetero_framework.models.cut.side import Bundle
 from tests.installed import needs
 from tests.samples import boundary_message
-from tests.unit.device_helpers import QueuedDevice
+from tests.unit.device_helpers import OneThreadDevice, QueuedDevice
 from tests.waiting import WAIT_S
 
 INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=8)
@@ -80,6 +80,13 @@ class Received:
         self.buffer[:] = b"\x55" * len(self.buffer)  # the next frame comes into the same memory
 
 
+def only(arrival: Any) -> torch.Tensor:
+    """The one tensor of an arrival."""
+    assert isinstance(arrival, Arrival)
+    (tensor,) = arrival.tensors
+    return tensor
+
+
 @pytest.fixture(params=["cpu", "queued", "queued without bfloat16"])
 def device(request: pytest.FixtureRequest) -> Device:
     if request.param == "cpu":
@@ -91,17 +98,13 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.spec.name)
-def test_unpack_tensor_as_it_is_and_give_its_buffer_back_once(
-    kind: type[Body], device: Device
-) -> None:
+def test_unpack_tensor_as_it_is_and_give_its_buffer_back(kind: type[Body], device: Device) -> None:
     """On the CPU the tensor lies in the buffer, which goes back with it; elsewhere the buffer is
     free when the tensor is on its device."""
     sent = hidden()
     received = Received(boundary_message(kind, INFO, 1, 0, sent))
     arrival = unpack(received.message, device)
-    assert isinstance(arrival, Arrival)
-    assert len(arrival.tensors) == 1
-    assert torch.equal(arrival.tensors[0], sent)
+    assert torch.equal(only(arrival), sent)
     assert received.released == (1 if device.is_async else 0)
     arrival.release()
     assert received.released == 1
@@ -112,27 +115,17 @@ def test_unpack_tensor_as_it_is_and_give_its_buffer_back_once(
     [(name, dtype) for name, codec in CODECS.items() for dtype in DTYPES if codec.supports(dtype)],
     ids=str,
 )
-def test_unpack_coded_tensor_into_memory_of_its_own(
-    name: str, dtype: torch.dtype, device: Device
-) -> None:
+def test_unpack_coded_tensor_into_own_memory(name: str, dtype: torch.dtype, device: Device) -> None:
     codec, sent = CODECS[name], hidden(dtype)
     coded = Coded(name, tuple(sent.shape), str(dtype).removeprefix("torch."))
     message = boundary_message(Forward, INFO, 1, 0, *codec.encode(sent), coded=coded)
     received = Received(message)
     arrival = unpack(received.message, device)
     assert received.released == 1
-    assert isinstance(arrival, Arrival)
-    assert len(arrival.tensors) == 1
-    assert arrival.tensors[0].dtype == dtype
-    assert torch.equal(arrival.tensors[0], codec.decode(codec.encode(sent), sent.shape, dtype))
+    assert only(arrival).dtype == dtype
+    assert torch.equal(only(arrival), codec.decode(codec.encode(sent), sent.shape, dtype))
     arrival.release()
     assert received.released == 1
-
-
-class OneThreadDevice(QueuedDevice):
-    """As MPS: only the computing thread may copy to it."""
-
-    one_thread = True
 
 
 @needs("codecs")
@@ -148,13 +141,10 @@ def test_only_the_computing_thread_copies_to_a_device_of_one_thread(codec: str |
         expected = CODECS[codec].decode(parts, sent.shape, torch.float32)
     received = Received(message)
     unpacked = unpack(received.message, device)
-    assert isinstance(unpacked, Arrival)
     assert device.copied_in_by == []
-    arrival = move_in(device, unpacked)
-    assert isinstance(arrival, Arrival)
-    assert len(arrival.tensors) == 1
+    arrived = only(move_in(device, unpacked))
     assert len(device.copied_in_by) == received.released == 1
-    assert torch.equal(arrival.tensors[0], expected)
+    assert torch.equal(arrived, expected)
 
 
 def test_inputs_for_a_device_of_one_thread_are_copied_by_that() -> None:
@@ -162,10 +152,8 @@ def test_inputs_for_a_device_of_one_thread_are_copied_by_that() -> None:
     inputs = {"labels": torch.tensor([[1, -100, 3]])}
     received = Received(wire_forms.inputs_message(INFO, 1, 0, wire_forms.pack_inputs(inputs)))
     unpacked = unpack(received.message, device)
-    assert isinstance(unpacked, dict)
     assert (device.copied_in_by, received.released) == ([], 1)
     moved = move_in(device, unpacked)
-    assert isinstance(moved, dict)
     assert len(device.copied_in_by) == 1
     assert torch.equal(moved["labels"], inputs["labels"])
 
@@ -179,7 +167,6 @@ def test_unpack_inputs_into_memory_of_their_own(device: Device) -> None:
     received = Received(wire_forms.inputs_message(INFO, 1, 0, wire_forms.pack_inputs(inputs)))
     found = unpack(received.message, device)
     assert received.released == 1
-    assert isinstance(found, dict)
     assert found.keys() == inputs.keys()
     for name, tensor in inputs.items():
         assert found[name].dtype == tensor.dtype
@@ -349,10 +336,7 @@ class Wire:
 
     def tensor(self, index: int = -1) -> torch.Tensor:
         """What arrives of a message that was posted."""
-        arrival = unpack(self.sent[index][1], open_device("cpu"))
-        assert isinstance(arrival, Arrival)
-        assert len(arrival.tensors) == 1
-        return arrival.tensors[0]
+        return only(unpack(self.sent[index][1], open_device("cpu")))
 
 
 Opened = tuple[BoundaryIO, Wire]
@@ -365,15 +349,8 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Any]:
     made: list[BoundaryIO] = []
 
     def make(device: Device, *, awaited: bool = True, **codecs: Any) -> Opened:
-        wire = Wire()
-        io = BoundaryIO(
-            device,
-            WireConfig(**codecs),
-            wire,
-            Expectation([]),
-            outcome_is_awaited=awaited,
-            flush_timeout_s=WAIT_S,
-        )
+        wire, options = Wire(), {"outcome_is_awaited": awaited, "flush_timeout_s": WAIT_S}
+        io = BoundaryIO(device, WireConfig(**codecs), wire, Expectation([]), **options)
         made.append(io)
         return io, wire
 
@@ -389,12 +366,8 @@ def test_boundary_io_of_the_cpu_sends_in_the_computing_thread_without_copying(op
     io.send(Backward(3, 1, 0, 1), (tensor,))
     io.outcome(INFO, 1, Outcome(torch.tensor(2.5)))
     io.finished(INFO, 1)
-    assert wire.left == [
-        ("FORWARD", 2, 0),
-        ("BACKWARD", 0, 1),
-        ("LOSS", 1, 2.5),
-        ("BACKWARD_DONE", 1),
-    ]
+    tensors = [("FORWARD", 2, 0), ("BACKWARD", 0, 1)]
+    assert wire.left == [*tensors, ("LOSS", 1, 2.5), ("BACKWARD_DONE", 1)]
     assert wire.threads == [threading.current_thread().name] * 2
     assert from_wire(wire.sent[0][1].tensors[0]).data_ptr() == tensor.data_ptr()
     assert wire.sent[0][2] is None
@@ -409,7 +382,6 @@ def test_boundary_io_sends_a_bundle_in_one_message(opened: Any, device: Device, 
     io.flush()
     [(_, message, _)] = wire.sent
     arrival = unpack(Received(message).message, open_device("cpu"))
-    assert isinstance(arrival, Arrival)
     assert [t.requires_grad for t in arrival.tensors] == [False, True, False, False]
     for found, tensor in zip(arrival.tensors, sent, strict=True):
         codec = CODECS[name if tensor.is_floating_point() else "none"]
@@ -424,9 +396,7 @@ def test_boundary_io_sends_a_bundle_in_one_message(opened: Any, device: Device, 
         ([SideForm(True)], "a gradient for a tensor of torch.int64"),
     ],
 )
-def test_a_bundle_that_contradicts_its_description_is_refused(
-    forms: list[SideForm], text: str
-) -> None:
+def test_a_bundle_that_contradicts_its_forms_is_refused(forms: list[SideForm], text: str) -> None:
     body = Forward(3, 1, 1, 0, sides=tuple(forms) or None)
     message = Message(body, [to_wire(hidden()), to_wire(torch.arange(3))])
     with pytest.raises(ProtocolError, match=text):
@@ -456,12 +426,8 @@ def test_boundary_io_sends_encoded_tensors(
     [plain] = [message for _, message, _ in wire.sent if type(message.body) is not kind]
     assert plain.body.coded is None
     expected = CODECS[name].decode(CODECS[name].encode(tensor), tensor.shape, dtype)
-    arrival = unpack(message, open_device("cpu"))
-    assert isinstance(arrival, Arrival)
-    assert len(arrival.tensors) == 1
-    assert torch.equal(arrival.tensors[0], expected)
-    assert message.body.step == INFO.step
-    assert message.body.attempt == INFO.attempt
+    assert torch.equal(only(unpack(message, open_device("cpu"))), expected)
+    assert (message.body.step, message.body.attempt) == (INFO.step, INFO.attempt)
 
 
 @needs("codecs")
@@ -505,7 +471,6 @@ def test_boundary_io_gives_copies_back_when_they_are_written_and_only_then(opene
         assert torch.equal(quantized, expected[0])
         assert torch.equal(scales, expected[1])
         done = wire.sent[k][2]
-        assert done is not None
         done()
     assert device.given_back == 4
 

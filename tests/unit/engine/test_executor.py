@@ -55,7 +55,7 @@ from tests.waiting import WAIT_S
 POLICIES = (BACKWARD_FIRST, forwards_ahead(6), by_depth(6))  # of up to six stages
 TRAIN = StepInfo(step=3, attempt=0, train=True, micro_batches=4, num_items=8)
 EVALUATE = StepInfo(step=3, attempt=0, train=False, micro_batches=4, num_items=8)
-SCHEDULE = StepSchedule(in_flight_limits=(8,) * 4)
+SCHEDULE = StepSchedule((8,) * 4)
 INPUTS: Tensors = {"attention_mask": torch.ones(1, 2)}
 
 
@@ -190,12 +190,18 @@ def make_executor(
 
 
 def executor_of(
-    stage: FakeStage, info: StepInfo = TRAIN, *, in_flight: int = 8
+    *stages: FakeStage, info: StepInfo = TRAIN, schedule: StepSchedule = SCHEDULE, **options: Any
 ) -> tuple[Executor, Sent, Buffers]:
-    executor, sent = make_executor([stage])
-    executor.begin(info, StepSchedule(in_flight_limits=(in_flight,) * 4))
-    stage.calls.clear()
+    """An executor of these stages, which has begun a step."""
+    executor, sent = make_executor(list(stages), **options)
+    executor.begin(info, schedule)
+    for stage in stages:
+        stage.calls.clear()
     return executor, sent, Buffers()
+
+
+def first_and_last() -> tuple[FakeStage, FakeStage]:
+    return FakeStage(0, first=True), FakeStage(3, last=True)
 
 
 def feed(executor: Executor, stage: int, buffers: Buffers, count: int) -> None:
@@ -216,25 +222,46 @@ def run_all(executor: Executor) -> int:
 # ---- what is ready, in which order
 
 
-def test_nothing_is_ready_at_first() -> None:
-    executor, sent, _ = executor_of(FakeStage(1))
-    assert not executor.run_next()
-    assert sent.messages == []
-
-
 def test_forward_needs_both_inputs_and_hidden_states() -> None:
-    executor, _, buffers = executor_of(FakeStage(1))
+    executor, sent, buffers = executor_of(FakeStage(1))
+    assert not executor.run_next()
     executor.put_inputs(1, 0, INPUTS)
     assert not executor.run_next()
+    assert sent.messages == []
     executor.put_hidden(1, 0, buffers.arrival())
     assert executor.run_next()
 
 
-def test_first_stage_needs_inputs_only() -> None:
-    executor, sent, _ = executor_of(FakeStage(0, first=True))
-    executor.put_inputs(0, 0, INPUTS)
-    assert run_all(executor) == 1
-    assert sent.heads == [("hidden", 1, 0)]
+BEHIND_FROZEN = FakeStage(1)
+BEHIND_FROZEN.input_requires_grad = False
+LOSS = ("loss", 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("stage", "info", "tasks", "heads"),
+    [
+        (FakeStage(0, first=True), TRAIN, "forward backward", [("hidden", 1, 0), ("finished", 0)]),
+        (FakeStage(1), TRAIN, "forward backward", [("hidden", 2, 0), ("gradient", 0, 0)]),
+        (BEHIND_FROZEN, TRAIN, "forward backward", [("hidden", 2, 0), ("finished", 0)]),
+        (FakeStage(2, last=True), TRAIN, "forward_backward", [LOSS, ("gradient", 1, 0)]),
+        (FakeStage(0, first=True, last=True), TRAIN, "forward_backward", [LOSS, ("finished", 0)]),
+        (FakeStage(1), EVALUATE, "forward", [("hidden", 2, 0)]),
+        (FakeStage(2, last=True), EVALUATE, "evaluate", [LOSS]),
+    ],
+    ids=["first", "middle", "behind frozen", "last", "only", "evaluated", "last evaluated"],
+)
+def test_a_micro_batch_leaves_a_stage_by_its_place(
+    stage: FakeStage, info: StepInfo, tasks: str, heads: list[tuple[Any, ...]]
+) -> None:
+    executor, sent, buffers = executor_of(stage, info=info)
+    feed(executor, stage.index, buffers, 1)
+    for task in tasks.split():
+        if task == "backward":
+            executor.put_gradient(stage.index, 0, buffers.arrival())
+        assert run_all(executor) == 1
+    assert stage.calls == [(task, 0) for task in tasks.split()]
+    assert sent.heads == heads
+    assert set(buffers.released) <= {1}
 
 
 def test_micro_batches_run_in_ascending_order_for_any_arrival() -> None:
@@ -251,9 +278,8 @@ def test_micro_batches_run_in_ascending_order_for_any_arrival() -> None:
         executor.put_gradient(1, k, buffers.arrival())
     run_all(executor)
     assert stage.calls == [("forward", k) for k in range(3)] + [("backward", k) for k in range(3)]
-    assert sent.heads == [("hidden", 2, k) for k in range(3)] + [
-        ("gradient", 0, k) for k in range(3)
-    ]
+    left = [("hidden", 2), ("gradient", 0)]
+    assert sent.heads == [(*head, k) for head in left for k in range(3)]
 
 
 def test_backward_goes_before_forward() -> None:
@@ -264,32 +290,6 @@ def test_backward_goes_before_forward() -> None:
     executor.put_gradient(1, 0, buffers.arrival())
     run_all(executor)
     assert stage.calls == [("forward", 0), ("backward", 0), ("forward", 1)]
-
-
-def test_first_stage_finishes_a_micro_batch_with_its_backward() -> None:
-    executor, sent, buffers = executor_of(FakeStage(0, first=True))
-    executor.put_inputs(0, 0, INPUTS)
-    executor.run_next()
-    executor.put_gradient(0, 0, buffers.arrival())
-    executor.run_next()
-    assert sent.heads[-1] == ("finished", 0)
-
-
-def test_last_stage_gives_loss_and_gradient_at_once() -> None:
-    executor, sent, buffers = executor_of(FakeStage(2, last=True))
-    executor.put_inputs(2, 0, INPUTS)
-    executor.put_hidden(2, 0, buffers.arrival(5.0))
-    assert run_all(executor) == 1
-    assert sent.heads == [("loss", 0, 0.0), ("gradient", 1, 0)]
-    assert torch.equal(sent.messages[1][3], torch.full((1, 2, 3), 6.0))
-    assert buffers.released == [1]
-
-
-def test_only_stage_finishes_with_its_loss() -> None:
-    executor, sent, _ = executor_of(FakeStage(0, first=True, last=True))
-    executor.put_inputs(0, 0, INPUTS)
-    run_all(executor)
-    assert sent.heads == [("loss", 0, 0.0), ("finished", 0)]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -346,7 +346,7 @@ def test_the_planned_order_decides_among_ready_tasks() -> None:
         stage.calls = order
     for schedule, verbs in (
         (planned(0.0, (FORWARD, 2), (FORWARD, 0), (BACKWARD, 2)), ["forward", "backward"]),
-        (StepSchedule(in_flight_limits=(8,) * 4), ["backward", "forward"]),
+        (StepSchedule((8,) * 4), ["backward", "forward"]),
     ):
         executor.begin(TRAIN, schedule)
         for index in (0, 2):
@@ -380,11 +380,9 @@ def test_a_residence_hears_of_the_task_that_follows(is_ordered: bool) -> None:
     """By the order of the step, or, where there is none, by that of 1F1B with two in flight."""
     stage = FakeStage(1)
     stage.residence = told = Told()
-    executor, _ = make_executor([stage])
     kinds = [FORWARD, FORWARD, BACKWARD, FORWARD, BACKWARD, FORWARD, BACKWARD, BACKWARD]
     tasks = tuple((kind, 1) for kind in kinds) if is_ordered else ()
-    executor.begin(TRAIN, StepSchedule((2,) * 4, tasks=tasks))
-    buffers = Buffers()
+    executor, _, buffers = executor_of(stage, schedule=StepSchedule((2,) * 4, tasks=tasks))
     feed(executor, 1, buffers, 4)
     backwards = 0
     for kind in kinds:
@@ -403,9 +401,8 @@ def test_a_residence_hears_of_the_task_that_follows(is_ordered: bool) -> None:
 
 def test_a_task_out_of_turn_waits_as_long_as_the_schedule_says() -> None:
     stages = [FakeStage(0, first=True), FakeStage(2)]
-    executor, _ = make_executor(stages)
-    buffers = Buffers()
-    executor.begin(TRAIN, planned(1e9, (FORWARD, 2), (FORWARD, 0)))
+    schedule = planned(1e9, (FORWARD, 2), (FORWARD, 0))
+    executor, _, buffers = executor_of(*stages, schedule=schedule)
     feed(executor, 0, buffers, 2)
     assert not executor.run_next()
     assert 1e8 < executor.waits_s <= 1e9
@@ -424,10 +421,9 @@ def test_a_task_out_of_turn_waits_as_long_as_the_schedule_says() -> None:
 
 
 def test_a_busy_device_is_not_idle_while_others_wait_for_a_turn() -> None:
-    device = QueuedDevice()
-    executor, _ = make_executor([FakeStage(0, first=True), FakeStage(2)], device=device)
-    buffers = Buffers()
-    executor.begin(TRAIN, planned(8.0, (FORWARD, 2), (FORWARD, 2), (FORWARD, 0)))
+    device, stages = QueuedDevice(), (FakeStage(0, first=True), FakeStage(2))
+    schedule = planned(8.0, (FORWARD, 2), (FORWARD, 2), (FORWARD, 0))
+    executor, _, buffers = executor_of(*stages, schedule=schedule, device=device)
     feed(executor, 2, buffers, 1)
     feed(executor, 0, buffers, 1)
     assert executor.run_next()
@@ -442,10 +438,8 @@ def test_planned_tasks_that_a_stage_lacks_are_not_waited_for() -> None:
     """The last stage does both as one; a stage in front of what is trained has no backwards."""
     frozen, last = FakeStage(0, first=True), FakeStage(2, last=True)
     frozen.differentiates = False
-    executor, _ = make_executor([frozen, last])
-    buffers = Buffers()
     lanes = [(BACKWARD, 0), (BACKWARD, 2), (FORWARD, 0), (FORWARD, 2)]
-    executor.begin(TRAIN, planned(1e9, *lanes))
+    executor, _, buffers = executor_of(frozen, last, schedule=planned(1e9, *lanes))
     for index in (0, 2):
         feed(executor, index, buffers, 1)
     assert executor.run_next()
@@ -457,7 +451,7 @@ def test_planned_tasks_that_a_stage_lacks_are_not_waited_for() -> None:
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
 def test_stage_stores_no_more_forwards_than_it_may(in_flight: int) -> None:
-    executor, sent, buffers = executor_of(FakeStage(1), in_flight=in_flight)
+    executor, sent, buffers = executor_of(FakeStage(1), schedule=StepSchedule((in_flight,) * 4))
     feed(executor, 1, buffers, 4)
     assert run_all(executor) == in_flight
     for k in range(4):
@@ -469,9 +463,8 @@ def test_stage_stores_no_more_forwards_than_it_may(in_flight: int) -> None:
 
 
 def test_limit_of_each_stage_is_its_own() -> None:
-    executor, sent = make_executor([FakeStage(0, first=True), FakeStage(2)])
-    buffers = Buffers()
-    executor.begin(TRAIN, StepSchedule(in_flight_limits=(3, 9, 1, 9)))
+    stages, schedule = (FakeStage(0, first=True), FakeStage(2)), StepSchedule((3, 9, 1, 9))
+    executor, sent, buffers = executor_of(*stages, schedule=schedule)
     for index in (0, 2):
         feed(executor, index, buffers, 4)
     assert run_all(executor) == 4
@@ -482,30 +475,18 @@ def test_evaluation_and_stages_without_a_backward_store_nothing() -> None:
     for info, differentiates in ((EVALUATE, True), (TRAIN, False)):
         stage = FakeStage(1)
         stage.differentiates = differentiates
-        executor, _, buffers = executor_of(stage, info, in_flight=1)
+        executor, _, buffers = executor_of(stage, info=info, schedule=StepSchedule((1,) * 4))
         feed(executor, 1, buffers, 4)
         assert run_all(executor) == 4
         assert buffers.released == [1] * 4
         assert executor.statistics()[1].in_flight_peak == 0
 
 
-def test_stage_before_which_nothing_trains_finishes_the_micro_batch() -> None:
-    stage = FakeStage(1)
-    stage.input_requires_grad = False
-    executor, sent, buffers = executor_of(stage)
-    feed(executor, 1, buffers, 1)
-    executor.run_next()
-    executor.put_gradient(1, 0, buffers.arrival())
-    executor.run_next()
-    assert sent.heads == [("hidden", 2, 0), ("finished", 0)]
-    assert buffers.released == [1, 1]
-
-
 @pytest.mark.parametrize("role", ["middle", "last", "no backward"])
 def test_executor_is_done_with_the_last_task_of_the_last_micro_batch(role: str) -> None:
     stage = FakeStage(1, last=role == "last")
     stage.differentiates = role != "no backward"
-    executor, _, buffers = executor_of(stage, replace(TRAIN, micro_batches=2))
+    executor, _, buffers = executor_of(stage, info=replace(TRAIN, micro_batches=2))
     feed(executor, 1, buffers, 2)
     done = []
     while executor.run_next():
@@ -519,9 +500,7 @@ def test_executor_is_done_with_the_last_task_of_the_last_micro_batch(role: str) 
 
 
 def test_executor_with_several_stages_is_done_when_all_are() -> None:
-    executor, _ = make_executor([FakeStage(0, first=True), FakeStage(3, last=True)])
-    buffers = Buffers()
-    executor.begin(replace(TRAIN, micro_batches=1), SCHEDULE)
+    executor, _, buffers = executor_of(*first_and_last(), info=replace(TRAIN, micro_batches=1))
     feed(executor, 0, buffers, 1)
     feed(executor, 3, buffers, 1)
     assert run_all(executor) == 2
@@ -537,8 +516,7 @@ def test_executor_with_several_stages_is_done_when_all_are() -> None:
 def test_buffers_are_held_until_backward_and_given_back_once() -> None:
     """The stored forward may look into the receive buffer of its hidden states."""
     executor, _, buffers = executor_of(FakeStage(1))
-    executor.put_inputs(1, 0, INPUTS)
-    executor.put_hidden(1, 0, buffers.arrival())
+    feed(executor, 1, buffers, 1)
     executor.run_next()
     assert buffers.released == [0]
     executor.put_gradient(1, 0, buffers.arrival())
@@ -553,12 +531,10 @@ def test_buffers_are_held_until_backward_and_given_back_once() -> None:
     [(TRAIN, False), (EVALUATE, False), (TRAIN, True)],
     ids=["train", "evaluate", "last"],
 )
-def test_result_that_lies_in_a_buffer_is_copied_before_the_buffer_goes_back(
-    info: StepInfo, last: bool
-) -> None:
+def test_result_that_lies_in_a_buffer_is_copied_before_it_goes(info: StepInfo, last: bool) -> None:
     stage = FakeStage(1, last=last)
     stage.in_place = True
-    executor, sent, buffers = executor_of(stage, info)
+    executor, sent, buffers = executor_of(stage, info=info)
     executor.put_inputs(1, 0, INPUTS)
     executor.put_hidden(1, 0, buffers.arrival(1.0))
     executor.run_next()
@@ -592,12 +568,11 @@ def test_abort_and_begin_drop_everything_that_waits(end: str) -> None:
 
 def test_begin_starts_over_with_micro_batch_zero() -> None:
     stage = FakeStage(0, first=True)
-    executor, _, _ = executor_of(stage)
-    for k in range(2):
-        executor.put_inputs(0, k, INPUTS)
+    executor, _, buffers = executor_of(stage)
+    feed(executor, 0, buffers, 2)
     run_all(executor)
     executor.begin(TRAIN, SCHEDULE)
-    executor.put_inputs(0, 0, INPUTS)
+    feed(executor, 0, buffers, 1)
     run_all(executor)
     assert stage.calls == [("forward", 0), ("forward", 1), ("begin", 3), ("forward", 0)]
 
@@ -638,33 +613,11 @@ def test_an_impossible_arrival_is_refused_and_changes_nothing(
 
 
 def test_gradient_in_an_evaluation_is_refused() -> None:
-    executor, _, buffers = executor_of(FakeStage(1), EVALUATE)
+    executor, _, buffers = executor_of(FakeStage(1), info=EVALUATE)
     feed(executor, 1, buffers, 1)
     run_all(executor)
     with pytest.raises(ProtocolError, match="before its forward"):
         executor.put_gradient(1, 0, buffers.arrival())
-
-
-# ---- evaluation
-
-
-def test_evaluation_keeps_no_buffer_and_sends_no_gradient() -> None:
-    executor, sent, buffers = executor_of(FakeStage(1), EVALUATE)
-    feed(executor, 1, buffers, 2)
-    run_all(executor)
-    assert sent.heads == [("hidden", 2, 0), ("hidden", 2, 1)]
-    assert buffers.released == [1, 1]
-
-
-def test_evaluation_ends_with_the_loss_of_the_last_stage() -> None:
-    stage = FakeStage(2, last=True)
-    executor, sent, buffers = executor_of(stage, EVALUATE)
-    executor.put_inputs(2, 0, INPUTS)
-    executor.put_hidden(2, 0, buffers.arrival())
-    run_all(executor)
-    assert stage.calls == [("evaluate", 0)]
-    assert sent.heads == [("loss", 0, 0.0)]
-    assert buffers.released == [1]
 
 
 # ---- failure, statistics
@@ -684,8 +637,7 @@ def test_failure_says_which_stage_and_which_micro_batch(
 ) -> None:
     stage = FakeStage(1)
     executor, _, buffers = executor_of(stage)
-    executor.put_inputs(1, 0, INPUTS)
-    executor.put_hidden(1, 0, buffers.arrival())
+    feed(executor, 1, buffers, 1)
     stage.fails = cause
     with pytest.raises(kind, match="stage 1, forward of micro-batch 0") as caught:
         executor.run_next()
@@ -704,10 +656,9 @@ def test_failure_that_speaks_to_the_user_is_left_alone() -> None:
 
 
 def test_loss_that_is_still_a_tensor_is_handed_on_as_it_is() -> None:
-    stage = FakeStage(1, last=True)
-    loss = torch.tensor(2.5)
+    stage, loss = FakeStage(1, last=True), torch.tensor(2.5)
     stage.evaluate = lambda *_: Outcome(loss)  # type: ignore[method-assign]
-    executor, sent, buffers = executor_of(stage, EVALUATE)
+    executor, sent, buffers = executor_of(stage, info=EVALUATE)
     feed(executor, 1, buffers, 1)
     run_all(executor)
     assert sent.messages[0][2] is loss
@@ -740,9 +691,7 @@ def test_statistics_count_the_prefetch_misses_of_a_step() -> None:
 
 def test_statistics_tell_forward_from_backward() -> None:
     device = QueuedDevice(at_once=True)  # a second between two events
-    executor, _ = make_executor([FakeStage(0, first=True), FakeStage(3, last=True)], device=device)
-    buffers = Buffers()
-    executor.begin(TRAIN, SCHEDULE)
+    executor, _, buffers = executor_of(*first_and_last(), device=device)
     feed(executor, 0, buffers, 3)
     feed(executor, 3, buffers, 2)
     run_all(executor)
@@ -755,9 +704,9 @@ def test_statistics_tell_forward_from_backward() -> None:
 
 
 def test_statistics_of_an_evaluation_count_the_last_stages_forwards() -> None:
-    executor, _ = make_executor([FakeStage(3, last=True)], device=QueuedDevice(at_once=True))
-    executor.begin(EVALUATE, SCHEDULE)
-    feed(executor, 3, Buffers(), 2)
+    device, stage = QueuedDevice(at_once=True), FakeStage(3, last=True)
+    executor, _, buffers = executor_of(stage, info=EVALUATE, device=device)
+    feed(executor, 3, buffers, 2)
     run_all(executor)
     figures = executor.statistics()[3]
     assert (figures.forward_s, figures.backward_s) == (2.0, 0.0)
@@ -765,13 +714,8 @@ def test_statistics_of_an_evaluation_count_the_last_stages_forwards() -> None:
 
 def test_recorder_gets_the_span_of_every_task() -> None:
     recorder = Recorder(-1)
-    executor, _ = make_executor(
-        [FakeStage(0, first=True), FakeStage(3, last=True)],
-        device=QueuedDevice(at_once=True),
-        recorder=recorder,
-    )
-    buffers = Buffers()
-    executor.begin(TRAIN, SCHEDULE)
+    options = {"device": QueuedDevice(at_once=True), "recorder": recorder}
+    executor, _, buffers = executor_of(*first_and_last(), **options)
     feed(executor, 0, buffers, 1)
     run_all(executor)
     feed(executor, 3, buffers, 1)
@@ -791,9 +735,8 @@ def test_recorder_gets_the_span_of_every_task() -> None:
 def test_device_falls_behind_by_two_tasks_at_most() -> None:
     """So much is queued that it never idles, so little that an urgent task comes next but one."""
     device = QueuedDevice()
-    executor, _ = make_executor([FakeStage(0, first=True)], device=device)
-    executor.begin(TRAIN, SCHEDULE)
-    feed(executor, 0, Buffers(), 4)
+    executor, _, buffers = executor_of(FakeStage(0, first=True), device=device)
+    feed(executor, 0, buffers, 4)
     for _ in range(2):
         executor.run_next()
     assert device.log == []
@@ -814,25 +757,22 @@ def test_time_of_a_task_ends_before_its_result_is_sent() -> None:
             order.append("event")
             return DeviceEvent()
 
-    executor, sent = make_executor([FakeStage(0, first=True)], device=Watched())
+    executor, sent, buffers = executor_of(FakeStage(0, first=True), device=Watched())
     sent.send = lambda *_: order.append("sent")  # type: ignore[method-assign]
-    executor.begin(TRAIN, SCHEDULE)
-    feed(executor, 0, Buffers(), 1)
+    feed(executor, 0, buffers, 1)
     executor.run_next()
     assert order == ["event", "event", "sent"]
 
 
-def test_commit_is_recorded_while_the_step_is() -> None:
-    for steps, kinds in ((-1, [COMMIT]), (0, [])):
-        recorder, stage = Recorder(steps), FakeStage(1)
-        executor, _ = make_executor([stage], device=QueuedDevice(at_once=True), recorder=recorder)
-        executor.begin(TRAIN, SCHEDULE)
-        executor.commit(stage, 1e-3, 0.5)
-        assert stage.calls[-1] == ("commit", 1e-3, 0.5)
-        spans = recorder.take()
-        assert [(span["kind"], span["stage"], span["step"]) for span in spans] == [
-            (kind, 1, 3) for kind in kinds
-        ]
+@pytest.mark.parametrize(("steps", "expected"), [(-1, [(COMMIT, 1, 3)]), (0, [])])
+def test_commit_is_recorded_while_the_step_is(steps: int, expected: list[Any]) -> None:
+    recorder, stage = Recorder(steps), FakeStage(1)
+    device = QueuedDevice(at_once=True)
+    executor, _, _ = executor_of(stage, device=device, recorder=recorder)
+    executor.commit(stage, 1e-3, 0.5)
+    assert stage.calls[-1] == ("commit", 1e-3, 0.5)
+    spans = recorder.take()
+    assert [(span["kind"], span["stage"], span["step"]) for span in spans] == expected
 
 
 def test_visits_from_host_memory_are_recorded_with_their_step() -> None:

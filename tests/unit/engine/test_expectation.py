@@ -170,9 +170,7 @@ def test_tensors_of_later_steps_wait_beyond_a_few(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("ends", ["closed", "too late"])
-def test_a_tensor_is_refused_when_its_step_does_not_begin(
-    ends: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_without_its_step_is_refused(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     awaited = made()
     for k in range(expectation._MOST_EARLY):
         awaited.check(*frame(Forward, HIDDEN, attempt=2, k=k))

@@ -35,17 +35,16 @@ def reports(grads: dict[str, torch.Tensor]) -> list[GradientReport]:
 @pytest.mark.parametrize("max_norm", [0.5, 1.0, 1e6])
 def test_norm_and_clipping_are_torchs_to_the_bit(seed: int, max_norm: float) -> None:
     grads = gradients(seed)
-    ranks = {name: rank for stage in NAMES for name, rank in stage}
-    parameters = []
-    for name in sorted(grads, key=lambda name: ranks[name]):
-        parameters.append(torch.nn.Parameter(torch.zeros(37, 11)))
-        parameters[-1].grad = grads[name].clone()
+    names = [name for name, _ in sorted(itertools.chain(*NAMES), key=lambda entry: entry[1])]
+    parameters = [torch.nn.Parameter(torch.zeros(37, 11)) for _ in names]
+    for parameter, name in zip(parameters, names, strict=True):
+        parameter.grad = grads[name].clone()
     expected = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     norm = ModelOrder(NAMES).global_norm(reports(grads))
     assert torch.equal(norm, expected)
     factor = clip_factor(norm, max_norm)
-    for parameter, name in zip(parameters, sorted(grads, key=lambda n: ranks[n]), strict=True):
+    for parameter, name in zip(parameters, names, strict=True):
         ours = grads[name].mul_(factor) if factor != 1.0 else grads[name]
         assert torch.equal(ours, parameter.grad)
 
@@ -73,13 +72,13 @@ def test_model_order_of_a_frozen_model_has_norm_zero() -> None:
     assert float(ModelOrder([[], []]).global_norm([empty, empty])) == 0.0
 
 
-def test_clip_factor_zero_means_never() -> None:
-    assert clip_factor(torch.tensor(1e9), 0.0) == 1.0
-
-
-def test_clip_factor_never_enlarges() -> None:
-    assert clip_factor(torch.tensor(0.5), 1.0) == 1.0
-    assert clip_factor(torch.tensor(2.0), 1.0) == pytest.approx(0.5)
+@pytest.mark.parametrize(
+    ("norm", "most", "factor"), [(1e9, 0.0, 1.0), (0.5, 1.0, 1.0), (2.0, 1.0, pytest.approx(0.5))]
+)
+def test_clip_factor_never_enlarges_and_zero_means_never(
+    norm: float, most: float, factor: float
+) -> None:
+    assert clip_factor(torch.tensor(norm), most) == factor
 
 
 @pytest.mark.parametrize("norms", [torch.zeros(2), torch.zeros(0), torch.zeros(3).half()])
@@ -87,7 +86,6 @@ def test_stage_that_reports_other_parameters_than_it_has_is_named(norms: torch.T
     """A longer vector would shift the norms of all stages behind it."""
     found = reports(gradients(0))
     found[1] = GradientReport(norms)
-    with pytest.raises(
-        ProtocolError, match=r"stage 1 reports norms of shape .*it has 3 parameters"
-    ):
+    text = r"stage 1 reports norms of shape .*it has 3 parameters"
+    with pytest.raises(ProtocolError, match=text):
         ModelOrder(NAMES).global_norm(found)

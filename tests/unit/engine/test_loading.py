@@ -15,7 +15,7 @@ from hetero_framework.core.devices import Device, Support, open_device
 from hetero_framework.engine import loading
 from hetero_framework.engine.loading import check_types, load_stages, take_apart
 from hetero_framework.errors import DeviceError, OutOfMemory
-from tests.samples import save_llama
+from tests.samples import config_for, save_llama
 
 
 class Old(Device):
@@ -34,18 +34,9 @@ class Old(Device):
 
 
 def config(dtype: str = "float32", **training: Any) -> Config:
-    return Config.from_dict(
-        {
-            "coordinator": {"ip": "127.0.0.1"},
-            "shard_plan": [{"id": "local", "start": 0, "end": 2}],
-            "model": {
-                "from_config": {"model_type": "llama", "dtype": "bfloat16"},
-                "tokenizer": "t",
-                "dtype": dtype,
-            },
-            "training": training,
-        }
-    )
+    fields = {"model_type": "llama", "dtype": "bfloat16"}
+    model = {"from_config": fields, "tokenizer": "t", "dtype": dtype}
+    return config_for(("local", 2), model=model, training=training)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +47,7 @@ def config(dtype: str = "float32", **training: Any) -> Config:
         (config(bf16=True), "training.bf16"),
     ],
 )
-def test_a_type_that_the_device_lacks_is_refused_before_loading(
-    chosen: Config, setting: str
-) -> None:
+def test_a_type_that_a_device_lacks_is_refused_before_loading(chosen: Config, setting: str) -> None:
     with pytest.raises(DeviceError, match=f"Old GPU cannot compute in bfloat16 .{setting}"):
         check_types(chosen, Old(emulates=False))
 
@@ -78,14 +67,8 @@ def test_memory_of_stages_is_freed_when_they_are_taken_apart(
     adapter: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     """Also while somebody holds the stages: an assembly goes when the collector comes by."""
-    made = Config.from_dict(
-        {
-            "coordinator": {"ip": "127.0.0.1"},
-            "shard_plan": [{"id": "local", "start": 0, "end": 2}],
-            "model": {"name_or_path": str(save_llama(tmp_path / "model", layers=2))},
-            "adapter": adapter,
-        }
-    )
+    model = {"name_or_path": str(save_llama(tmp_path / "model", layers=2))}
+    made = config_for(("local", 2), model=model, adapter=adapter)
     device = open_device("cpu")
     stages = load_stages(made, made.plan.stages, device)
     for parameter in stages[0].all_weights():

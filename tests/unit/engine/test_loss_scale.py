@@ -55,7 +55,5 @@ def test_the_loss_scale_does_not_switch_itself_off() -> None:
         (2.0, [1.0], False),  # nothing is left to halve
     ],
 )
-def test_overflows_that_the_loss_scale_explains(
-    value: float, losses: list[float], explained: bool
-) -> None:
+def test_overflows_that_scales_explain(value: float, losses: list[float], explained: bool) -> None:
     assert LossScale(value).explains(losses) == explained

@@ -7,7 +7,7 @@ import bitsandbytes
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hetero_framework.config import TrainingConfig
@@ -21,21 +21,9 @@ from hetero_framework.engine.optimizer import (
 from hetero_framework.errors import ConfigError
 from hetero_framework.models.adapters.trainable import trainable_parameters
 from tests.unit.adapter_helpers import save_model, shards, stock
+from tests.unit.data_helpers import tiny_llama
 
 STEPS = 20
-
-
-def llama() -> PreTrainedModel:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            vocab_size=32,
-        )
-    )
 
 
 def trainer(model: PreTrainedModel, folder: Path, **arguments: Any) -> Trainer:
@@ -69,10 +57,8 @@ def test_schedule_is_the_trainers_at_every_step(
     kind: str, kwargs: dict[str, Any], warmup_steps: float, tmp_path: Path
 ) -> None:
     settings = {"learning_rate": 3e-4, "lr_scheduler_type": kind, "lr_scheduler_kwargs": kwargs}
-    reference = trainer(llama(), tmp_path, warmup_steps=warmup_steps, **settings)
+    reference = trainer(tiny_llama(32), tmp_path, warmup_steps=warmup_steps, **settings)
     schedule = LearningRate(TrainingConfig(warmup_steps=warmup_steps, **settings), STEPS)
-    assert reference.lr_scheduler is not None
-    assert reference.optimizer is not None
     for step in range(STEPS + 2):
         assert schedule.rate(step) == reference.lr_scheduler.get_last_lr()[0]
         reference.optimizer.step()
@@ -149,7 +135,6 @@ def test_stages_step_as_the_trainers_optimizer_does(
         with pytest.raises(ConfigError, match=f"training.optim: '{optim}' is not usable here"):
             build_optimizer(training, *parts[0])
         return
-    assert reference is not None
     stages = [build_optimizer(training, model, list(own.values())) for model, own in parts]
     assert {type(stage) for stage in stages} == {type(reference)}
     own = {name: parameter for _, trained in parts for name, parameter in trained.items()}
@@ -166,7 +151,7 @@ def test_stages_step_as_the_trainers_optimizer_does(
 
 
 def test_build_optimizer_of_a_stage_without_decayed_parameters_has_one_group() -> None:
-    model = llama()
+    model = tiny_llama(32)
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     optimizer = build_optimizer(TrainingConfig(weight_decay=0.1), model, norms)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]

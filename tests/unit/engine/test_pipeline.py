@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetero_framework.config import Config, StageSpec
+from hetero_framework.config import StageSpec
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.messages import (
     Abort,
@@ -59,17 +59,10 @@ from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.engine.ties import Ties
 from hetero_framework.errors import HeteroError, NumericError, ProtocolError
 from hetero_framework.models.cut.causal_lm import CausalLM
-from tests.samples import boundary_message
+from tests.samples import boundary_message, config_for
 from tests.unit.engine.test_executor import FakeStage
 
-MACHINE = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
-CONFIG = Config.from_dict(
-    {
-        "coordinator": {**MACHINE, "port": 9998},
-        "workers": [{**MACHINE, "id": 7, "port": 9999}],
-        "shard_plan": [{"id": "local", "start": 0, "end": 2}, {"id": 7, "start": 2, "end": 4}],
-    }
-)
+CONFIG = config_for(("local", 2), (7, 4))
 STAGES = [StageSpec(0, "local", 0, 2, True, False), StageSpec(1, 7, 2, 4, False, True)]
 INFO = StepInfo(step=0, attempt=0, train=True, micro_batches=4, num_items=8)
 SCHEDULE = StepSchedule(in_flight_limits=(4, 4), max_in_flight=3)
@@ -78,13 +71,8 @@ BATCHES: list[Tensors] = [
     {"input_ids": torch.full((1, 2), k), "labels": torch.full((1, 2), k)} for k in range(4)
 ]
 FIGURES = StageFigures(
-    forward_s=0.0,
-    backward_s=0.5,
-    queue_peak=2,
-    in_flight_peak=1,
-    peak_memory_bytes=9,
-    arrive_forward_s=0.25,
-    arrive_backward_s=0.0,
+    **{"forward_s": 0.0, "backward_s": 0.5, "queue_peak": 2, "in_flight_peak": 1},
+    **{"peak_memory_bytes": 9, "arrive_forward_s": 0.25, "arrive_backward_s": 0.0},
 )
 
 
@@ -179,16 +167,9 @@ def make(
     trained = {0: ["first"], 1: ["last"]}
     about = (7, [1], worker, worker.results, host.data, [tied])
     remote = RemoteHost(*about, trained=trained, states=[*trained.values()])
-    pipeline = Pipeline(
-        STAGES,
-        [host, remote],
-        worker,
-        worker.results,
-        objective=CausalLM(None),
-        step_timeout_s=step_timeout_s,
-        trained=trained,
-        ties=Ties({1: tied}, {0: list(tied.values())}),
-    )
+    options = {"objective": CausalLM(None), "step_timeout_s": step_timeout_s, "trained": trained}
+    ties = Ties({1: tied}, {0: list(tied.values())})
+    pipeline = Pipeline(STAGES, [host, remote], worker, worker.results, ties=ties, **options)
     return pipeline, worker, stage
 
 
@@ -209,9 +190,7 @@ def test_run_keeps_to_max_in_flight_and_gives_losses_in_order(max_in_flight: int
     pipeline.begin(INFO, replace(SCHEDULE, max_in_flight=max_in_flight))
     assert pipeline.run(BATCHES) == [10.0, 11.0, 12.0, 13.0]
     assert min(max_in_flight, 2) <= worker.most_under_way <= min(max_in_flight, 4)
-    assert [call for call in stage.calls if call[0] == "backward"] == [
-        ("backward", k) for k in range(4)
-    ]
+    assert [call[1] for call in stage.calls if call[0] == "backward"] == [0, 1, 2, 3]
 
 
 def test_every_process_gets_the_part_of_the_order_that_is_its_own() -> None:
@@ -277,25 +256,7 @@ def test_report_gradients_takes_reports_that_came_by_themselves() -> None:
     assert pipeline.direct_bytes == {"local": 0, 7: 5}
 
 
-class Sums:
-    """A group of this replica alone."""
-
-    def __init__(self) -> None:
-        self.given: list[str] = []
-
-    def give(self, found: GradientPart) -> None:
-        self.given += found.part.tensors
-
-    def end(self) -> None:
-        self.given.append("end")
-
-    def sums(self, names: Sequence[str]) -> Tensors:
-        return {name: torch.ones(1) for name in names}
-
-
-def test_last_stages_sums_are_loaded_before_the_first_stages_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_last_stages_sums_come_before_the_firsts_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its worker has no gradient for the first stage before it has the sums."""
     pipeline, worker, stage = make(step_timeout_s=1.0)
     post, send, held = worker.post, worker.send, []
@@ -316,21 +277,19 @@ def test_last_stages_sums_are_loaded_before_the_first_stages_backward(
 
     monkeypatch.setattr(worker, "post", post_all_but_last)
     monkeypatch.setattr(worker, "send", send_and_go_on)
-    group = Sums()
+    group = Group("first", "last", "w0")
     pipeline.begin(replace(INFO, summed=True), SCHEDULE, group)
     pipeline.run(BATCHES)
     assert ("backward", INFO.micro_batches - 1) in stage.calls
     pipeline.sum_gradients()
-    assert group.given == ["last", "w0", "end"]
+    assert (group.given, group.ended) == (["last", "w0"], 1)
     assert stage.calls[-1] == ("load_state", "gradients")
 
 
-def test_a_worker_that_does_not_take_over_its_sums_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_does_not_take_its_sums_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline, worker, _ = make(step_timeout_s=0.1)
     monkeypatch.setattr(worker, "answers", False)
-    pipeline.begin(replace(INFO, micro_batches=0, summed=True), SCHEDULE, Sums())
+    pipeline.begin(replace(INFO, micro_batches=0, summed=True), SCHEDULE, Group("last"))
     part = GradientPart(1, 0, StatePart({"last": torch.ones(1)}, last=True))
     worker.tell(wire_forms.gradients_message(worker.info, part))
     pipeline.run([])
@@ -389,9 +348,8 @@ def test_new_weights_that_are_too_many_for_a_frame_go_before_the_next_step(
     assert commit.body.names == (() if in_parts else ("a", "b"))
     pipeline.begin(replace(INFO, step=1), ONE_IN_FLIGHT)
     loaded = [message.body for message in worker.kinds(LoadState)]
-    assert [(body.kind, body.names) for body in loaded] == (
-        [("tied weights", ("a",)), ("tied weights", ("b",))] if in_parts else []
-    )
+    parts = [("tied weights", ("a",)), ("tied weights", ("b",))] if in_parts else []
+    assert [(body.kind, body.names) for body in loaded] == parts
     pipeline.begin(replace(INFO, step=2), ONE_IN_FLIGHT)
     assert len(worker.kinds(LoadState)) == len(loaded)  # once
 

@@ -104,7 +104,6 @@ def test_state_is_the_part_that_was_asked_for_and_no_other() -> None:
     assert host.state(1, "checkpoint", 0, 2) is None
     host.receive(part(1, 0), None)
     found = host.state(1, "checkpoint", 0, 2)
-    assert found is not None
     assert list(found.tensors) == ["weights/a"]
     assert links.sent == [StateRequest(1, "checkpoint", 0, 2)]
 
@@ -186,7 +185,6 @@ def test_norms_of_the_own_stages_are_taken() -> None:
     host, _ = made()
     host.receive(norms_of(1, 3), None)
     report = host.report()
-    assert report is not None
     assert list(report.gradients) == [1, 3]
 
 

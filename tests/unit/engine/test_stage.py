@@ -61,6 +61,7 @@ from hetero_framework.engine.stage_api import (
 from hetero_framework.engine.ties import TiedGradients, Ties
 from hetero_framework.errors import CheckpointError, DeviceError, ProtocolError
 from hetero_framework.models.cut.side import Bundle
+from tests.cases import seldom
 from tests.samples import boundary_message, free_ports, save_llama, save_tiny
 from tests.waiting import WAIT_S
 
@@ -220,7 +221,6 @@ class RemoteStage:
             event = self._peers.receive(1.0)
             assert time.monotonic() < deadline, f"no {kind.spec.name}"
             if event is not None:
-                assert event.message is not None
                 if type(event.message.body) is kind:
                     return event.message
                 # A worker reports by itself; that may be before what it was asked for.
@@ -282,6 +282,13 @@ def stage(request: pytest.FixtureRequest, checkpoint: Path, quick_ticks: None) -
         context.__exit__(None, None, None)
 
 
+@pytest.fixture
+def middle(checkpoint: Path) -> Iterator[Any]:
+    """The stage of layers 1 and 2 in this process."""
+    with local_stage(make_config(checkpoint, MIDDLE)) as opened:
+        yield opened
+
+
 # ---- what is expected of them: the whole model, differentiated by torch alone
 
 
@@ -311,7 +318,6 @@ class Whole:
 
     def gradient(self, k: int, layer: int) -> torch.Tensor:
         gradient_BSD = self.hidden[k][layer].grad
-        assert gradient_BSD is not None
         return gradient_BSD.clone()
 
     def norms(self, names: list[str]) -> torch.Tensor:
@@ -358,14 +364,23 @@ def run_middle(stage: Any, whole: Whole) -> None:
         stage.backward(k, (whole.gradient(k, 3),))
 
 
+def take_step(
+    stage: Any, whole: Whole, step: int = 0, learning_rate: float = 1e-2, grad_scale: float = 1.0
+) -> None:
+    """Of a stage in the middle."""
+    stage.begin(info(step))
+    run_middle(stage, whole)
+    stage.report_gradients()
+    stage.commit(learning_rate, grad_scale)
+
+
+def state(stage: Any) -> Tensors:
+    return {name: t for part in checkpoint_of(stage) for name, t in part.tensors.items()}
+
+
 def weights(stage: Any) -> Tensors:
-    found = {}
-    for part in checkpoint_of(stage):
-        for name, tensor in part.tensors.items():
-            kind, _, rest = name.partition("/")
-            if kind == "weights":
-                found[rest] = tensor.clone()
-    return found
+    found = {tuple(name.split("/", 1)): tensor for name, tensor in state(stage).items()}
+    return {name: tensor for (kind, name), tensor in found.items() if kind == "weights"}
 
 
 # ---- the contract
@@ -392,9 +407,7 @@ def test_forward_backward_of_the_last_stage_are_the_whole_models(stage: Open, wh
         assert torch.equal(gradient_BSD, whole.gradient(k, 1))
 
 
-def test_evaluate_is_the_sum_of_token_losses_and_leaves_no_gradient(
-    stage: Open, whole: Whole
-) -> None:
+def test_evaluate_sums_token_losses_and_leaves_no_gradient(stage: Open, whole: Whole) -> None:
     tested = stage(LAST)
     tested.begin(info(train=False))
     for k in range(2):
@@ -409,9 +422,7 @@ def test_evaluate_is_the_sum_of_token_losses_and_leaves_no_gradient(
     tested.abort()
 
 
-def test_collect_reports_the_norm_of_every_parameter_in_its_order(
-    stage: Open, whole: Whole
-) -> None:
+def test_collect_reports_the_norm_of_each_parameter_in_order(stage: Open, whole: Whole) -> None:
     tested = stage(MIDDLE)
     tested.begin(info())
     run_middle(tested, whole)
@@ -453,14 +464,13 @@ def test_hidden_state_of_another_shape_is_refused_with_both(
 
 @pytest.mark.parametrize("change", [lambda g: g[:1], lambda g: g.half(), lambda g: g[:0]])
 def test_gradient_of_another_shape_is_refused_with_both(
-    change: Callable[[torch.Tensor], torch.Tensor], checkpoint: Path, whole: Whole
+    change: Callable[[torch.Tensor], torch.Tensor], middle: Any, whole: Whole
 ) -> None:
-    with local_stage(make_config(checkpoint, MIDDLE)) as tested:
-        tested.begin(info())
-        tested.forward(0, middle_inputs(0), (whole.entering(0, 1),))
-        text = "stage 1: the gradient of micro-batch 0 is .*, expected 2 x 7 x 32 of float32"
-        with pytest.raises(ProtocolError, match=text):
-            tested.backward(0, (change(whole.gradient(0, 3)),))
+    middle.begin(info())
+    middle.forward(0, middle_inputs(0), (whole.entering(0, 1),))
+    text = "stage 1: the gradient of micro-batch 0 is .*, expected 2 x 7 x 32 of float32"
+    with pytest.raises(ProtocolError, match=text):
+        middle.backward(0, (change(whole.gradient(0, 3)),))
 
 
 def test_collect_names_micro_batches_that_are_not_finite(stage: Open, whole: Whole) -> None:
@@ -485,14 +495,10 @@ def test_commit_is_one_step_of_the_optimizer_on_scaled_gradients(
     for group in optimizer.param_groups:
         group["lr"] = 3e-3
     for step in range(2):
-        tested.begin(info(step))
-        run_middle(tested, whole)
-        tested.report_gradients()
-        tested.commit(learning_rate=3e-3, grad_scale=0.25)
+        take_step(tested, whole, step, learning_rate=3e-3, grad_scale=0.25)
         # The stage had the same incoming tensors in both steps, but its weights have moved.
         if step == 0:
             for parameter in reference.values():
-                assert parameter.grad is not None
                 parameter.grad.mul_(0.25)
             optimizer.step()
             moved = weights(tested)
@@ -519,22 +525,16 @@ def test_abort_leaves_weights_and_forgets_gradients(stage: Open, whole: Whole) -
 
 
 @pytest.mark.parametrize("forget", ["abort", "begin"])
-def test_abort_and_begin_each_clear_gradients(checkpoint: Path, whole: Whole, forget: str) -> None:
-    with local_stage(make_config(checkpoint, MIDDLE)) as tested:
-        tested.begin(info())
-        run_middle(tested, whole)
-        tested.abort() if forget == "abort" else tested.begin(info(1))
-        assert torch.count_nonzero(tested.report_gradients().norms) == 0
+def test_abort_and_begin_each_clear_gradients(middle: Any, whole: Whole, forget: str) -> None:
+    middle.begin(info())
+    run_middle(middle, whole)
+    middle.abort() if forget == "abort" else middle.begin(info(1))
+    assert torch.count_nonzero(middle.report_gradients().norms) == 0
 
 
-def test_state_goes_into_a_fresh_stage_that_then_continues_equally(
-    stage: Open, whole: Whole
-) -> None:
+def test_state_goes_into_a_fresh_stage_that_continues_equally(stage: Open, whole: Whole) -> None:
     first = stage(MIDDLE)
-    first.begin(info())
-    run_middle(first, whole)
-    first.report_gradients()
-    first.commit(learning_rate=1e-2, grad_scale=1.0)
+    take_step(first, whole)
     parts = checkpoint_of(first)
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
     kinds = {name.partition("/")[0] for part in parts for name in part.tensors}
@@ -544,10 +544,7 @@ def test_state_goes_into_a_fresh_stage_that_then_continues_equally(
     for part in parts:
         second.load_state("checkpoint", part)
     for each in (first, second):
-        each.begin(info(1))
-        run_middle(each, whole)
-        each.report_gradients()
-        each.commit(learning_rate=1e-2, grad_scale=1.0)
+        take_step(each, whole, 1)
     expected = weights(first)
     for name, tensor in weights(second).items():
         assert torch.equal(tensor, expected[name])
@@ -610,12 +607,11 @@ def test_export_names_tensors_as_the_checkpoint_does(stage: Open, checkpoint: Pa
     ids=["unknown", "absent", "shape"],
 )
 def test_load_state_refuses_tensors_that_do_not_fit(
-    checkpoint: Path, change: Callable[[Tensors], Tensors], text: str
+    middle: Any, change: Callable[[Tensors], Tensors], text: str
 ) -> None:
-    with local_stage(make_config(checkpoint, MIDDLE)) as tested:
-        [part] = checkpoint_of(tested)
-        with pytest.raises(CheckpointError, match=text):
-            tested.load_state("checkpoint", StatePart(change(part.tensors), last=True))
+    [part] = checkpoint_of(middle)
+    with pytest.raises(CheckpointError, match=text):
+        middle.load_state("checkpoint", StatePart(change(part.tensors), last=True))
 
 
 # ---- the same bits under every cut, with everything that computes otherwise switched on
@@ -769,49 +765,32 @@ def test_every_way_of_computing_has_the_same_bits_under_every_cut(
     assert same_bits(path, PLANS, WAYS[way])[1]
 
 
+ONE_PIECE = {"training": {"loss_chunk_tokens": None}}
+DROPPING = {"r": 2, "target_modules": "all-linear", "lora_dropout": 0.3}
 SIDE_WAYS: dict[str, dict[str, Any]] = {
-    "all weights": {"training": {"loss_chunk_tokens": None}},
-    "recomputing": {"training": {"loss_chunk_tokens": None}, "again": True},
-    "adapter": {
-        "training": {"loss_chunk_tokens": None},
-        "adapter": {"r": 2, "target_modules": "all-linear", "lora_dropout": 0.3},
-        "again": True,
-    },
+    "all weights": ONE_PIECE,
+    "recomputing": {**ONE_PIECE, "again": True},
+    "adapter": {**ONE_PIECE, "adapter": DROPPING, "again": True},
     # Nothing before layer 4 is trained: no gradient goes back for what was made there.
     "upper layers": {
-        "training": {"loss_chunk_tokens": None},
-        "adapter": {"r": 2, "target_modules": r".*layers\.[45]\..*o(ut)?_proj"},
+        **ONE_PIECE, "adapter": {"r": 2, "target_modules": r".*layers\.[45]\..*o(ut)?_proj"}
     },
-}
+}  # fmt: skip
+
+
+LONGER = ("gemma3n_text", "gemma4_text", "qwen4_exp_text", "zaya")
 
 
 @pytest.mark.parametrize("way", SIDE_WAYS)
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        "hy_v4",
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in ("gemma3n_text", "gemma4_text", "qwen4_exp_text", "zaya")
-        ),
-    ],
-)
+@pytest.mark.parametrize("model_type", seldom(("hy_v4", *LONGER), *LONGER))
 def test_side_tensors_change_no_bit_of_a_cut(model_type: str, way: str, tmp_path: Path) -> None:
     path = save_tiny(model_type, tmp_path / model_type)
     cuts = [[(0, 6)], [(0, 1), (1, 4), (4, 6)], [(0, 0), (0, 3), (3, 6)]]
     assert same_bits(path, cuts, SIDE_WAYS[way])[1]
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        *("all weights", "adapter"),
-        *(pytest.param(way, marks=pytest.mark.long) for way in ("recomputing", "upper layers")),
-    ],
-)
-def test_the_loss_of_all_layers_routers_has_the_same_bits_under_every_cut(
-    way: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("way", seldom(SIDE_WAYS, "recomputing", "upper layers"))
+def test_the_loss_of_routers_has_the_same_bits_under_every_cut(way: str, tmp_path: Path) -> None:
     path = save_tiny("mixtral", tmp_path / "mixtral")
     model = {"router_aux_loss_coef": 0.5}
     # A router that an adapter trains through its own weight, beside the layers.
@@ -853,10 +832,10 @@ def test_side_tensors_are_checked_before_anything_is_computed(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "change",
     [
-        lambda side: side[:1],
-        lambda side: side.half(),
-        lambda side: side.clone().requires_grad_(),
-        lambda side: None,
+        lambda side: [side[:1]],
+        lambda side: [side.half()],
+        lambda side: [side.clone().requires_grad_()],
+        lambda side: [],
     ],
 )
 def test_gradients_of_side_tensors_are_checked(change: Any, tmp_path: Path) -> None:
@@ -864,16 +843,13 @@ def test_gradients_of_side_tensors_are_checked(change: Any, tmp_path: Path) -> N
     first = Chain(path, [(0, 1), (1, 4), (4, 6)], SIDE_WAYS["all weights"]).stages[0]
     first.begin(info())
     hidden, side, *others = map(torch.zeros_like, first.forward(0, batch(0), ()))
-    changed = [change(side)] if change(side) is not None else []
     text = "stage 0: the gradient of micro-batch 0 is .*, expected 4 x 2 x 7 x 64 of float32, 2 x 7"
     with pytest.raises(ProtocolError, match=text):
-        first.backward(0, (hidden, *changed, *others))
+        first.backward(0, (hidden, *change(side), *others))
 
 
 @quiet_compiler
-@pytest.mark.parametrize(
-    "way", ["pieces", "pieces, tied", pytest.param("compiled", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("way", seldom(("pieces", "pieces, tied", "compiled"), "compiled"))
 def test_other_ways_of_computing_change_nothing_but_rounding(
     way: str, request: pytest.FixtureRequest
 ) -> None:
@@ -906,7 +882,6 @@ def test_a_loss_scale_scales_the_gradients_of_pieces(checkpoint: Path) -> None:
     assert largest == 1024 * max(float(g.abs().max()) for g in expected.values())
     stage.report_gradients()
     for name, parameter in stage._parameters:
-        assert parameter.grad is not None
         assert torch.equal(parameter.grad, expected[name])
 
 
@@ -945,44 +920,39 @@ def summed(stage: Any, factor: float = 2.0) -> Tensors:
     return own
 
 
-def test_sums_take_the_place_of_the_gradients(checkpoint: Path, whole: Whole) -> None:
-    with local_stage(make_config(checkpoint, MIDDLE)) as tested:
-        tested.begin(info(summed=True))
-        run_middle(tested, whole)
-        alone = tested.report_gradients().norms
-        tested.begin(info(summed=True))
-        run_middle(tested, whole)
-        own = summed(tested)
-        assert list(own) == [name for name, _ in tested.trainable()]
-        assert torch.equal(tested.report_gradients().norms, alone * 2)
+def test_sums_take_the_place_of_the_gradients(middle: Any, whole: Whole) -> None:
+    middle.begin(info(summed=True))
+    run_middle(middle, whole)
+    alone = middle.report_gradients().norms
+    middle.begin(info(summed=True))
+    run_middle(middle, whole)
+    own = summed(middle)
+    assert list(own) == [name for name, _ in middle.trainable()]
+    assert torch.equal(middle.report_gradients().norms, alone * 2)
 
 
-def test_a_parameter_without_gradient_in_any_replica_has_none(
-    checkpoint: Path, whole: Whole
-) -> None:
-    with local_stage(make_config(checkpoint, MIDDLE)) as tested:
-        tested.begin(info(summed=True))
-        run_middle(tested, whole)
-        (first, parameter), (second, other) = tested._parameters[:2]
-        parameter.grad = None
-        assert first not in {n for part in tested.gradients() for n in part.tensors}
-        tested.load_state("gradients", StatePart({second: torch.ones_like(other)}, last=True))
-        norms = tested.report_gradients().norms
-        assert float(norms[0]) == 0.0
-        assert float(norms[1]) == pytest.approx(other.numel() ** 0.5)
-        before = parameter.detach().clone()
-        tested.commit(0.1, 1.0)
-        assert torch.equal(parameter, before)
+def test_a_parameter_without_gradient_in_any_replica_has_none(middle: Any, whole: Whole) -> None:
+    middle.begin(info(summed=True))
+    run_middle(middle, whole)
+    (first, parameter), (second, other) = middle._parameters[:2]
+    parameter.grad = None
+    assert first not in {n for part in middle.gradients() for n in part.tensors}
+    middle.load_state("gradients", StatePart({second: torch.ones_like(other)}, last=True))
+    norms = middle.report_gradients().norms
+    assert float(norms[0]) == 0.0
+    assert float(norms[1]) == pytest.approx(other.numel() ** 0.5)
+    before = parameter.detach().clone()
+    middle.commit(0.1, 1.0)
+    assert torch.equal(parameter, before)
 
 
-def test_a_gradient_that_only_another_replica_has_is_taken(checkpoint: Path) -> None:
+def test_a_gradient_that_only_another_replica_has_is_taken(middle: Any) -> None:
     """An island without samples of the step has no gradient at all."""
-    with local_stage(make_config(checkpoint, MIDDLE)) as tested:
-        tested.begin(info(summed=True))
-        assert [part.tensors for part in tested.gradients()] == [{}]
-        name, parameter = tested._parameters[0]
-        tested.load_state("gradients", StatePart({name: torch.ones_like(parameter)}, last=True))
-        assert float(tested.report_gradients().norms[0]) == pytest.approx(parameter.numel() ** 0.5)
+    middle.begin(info(summed=True))
+    assert [part.tensors for part in middle.gradients()] == [{}]
+    name, parameter = middle._parameters[0]
+    middle.load_state("gradients", StatePart({name: torch.ones_like(parameter)}, last=True))
+    assert float(middle.report_gradients().norms[0]) == pytest.approx(parameter.numel() ** 0.5)
 
 
 @pytest.mark.parametrize("bounds", [[(0, 4)], [(0, 2), (2, 4)]])
@@ -1055,27 +1025,22 @@ def test_gradients_that_are_given_early_are_those_of_the_step(
 @pytest.mark.parametrize("kind", ["gradients", "weights"])
 @pytest.mark.parametrize("change", [lambda n, t: {f"{n}x": t}, lambda n, t: {n: t[:1]}])
 def test_state_of_an_unknown_parameter_is_refused(
-    checkpoint: Path, kind: str, change: Callable[[str, Any], Tensors]
+    middle: Any, kind: str, change: Callable[[str, Any], Tensors]
 ) -> None:
-    with local_stage(make_config(checkpoint, MIDDLE)) as tested:
-        name, parameter = next((n, p) for n, p in tested._parameters if p.dim() == 2)
-        part = StatePart(change(name, parameter.detach()), last=True)
-        with pytest.raises(ProtocolError, match=r"stage 1 trains no .* of shape"):
-            tested.load_state(kind, part)
+    name, parameter = next((n, p) for n, p in middle._parameters if p.dim() == 2)
+    part = StatePart(change(name, parameter.detach()), last=True)
+    with pytest.raises(ProtocolError, match=r"stage 1 trains no .* of shape"):
+        middle.load_state(kind, part)
 
 
-def test_other_weights_leave_the_optimizer_as_it_is(checkpoint: Path, whole: Whole) -> None:
-    with local_stage(make_config(checkpoint, MIDDLE)) as tested:
-        tested.begin(info())
-        run_middle(tested, whole)
-        tested.report_gradients()
-        tested.commit(0.1, 1.0)
-        before = {n: t for part in checkpoint_of(tested) for n, t in part.tensors.items()}
-        name, parameter = tested._parameters[0]
-        tested.load_state("weights", StatePart({name: torch.zeros_like(parameter)}, last=True))
-        after = {n: t for part in checkpoint_of(tested) for n, t in part.tensors.items()}
-        assert not after[f"weights/{name}"].any()
-        assert all(torch.equal(t, before[n]) for n, t in after.items() if n != f"weights/{name}")
+def test_other_weights_leave_the_optimizer_as_it_is(middle: Any, whole: Whole) -> None:
+    take_step(middle, whole)
+    before = state(middle)
+    name, parameter = middle._parameters[0]
+    middle.load_state("weights", StatePart({name: torch.zeros_like(parameter)}, last=True))
+    after = state(middle)
+    assert not after[f"weights/{name}"].any()
+    assert all(torch.equal(t, before[n]) for n, t in after.items() if n != f"weights/{name}")
 
 
 # ---- gradients that are given while their backward runs
@@ -1098,6 +1063,12 @@ class Model:
         hidden = self.layers[0](torch.randn(2, 4))
         hidden.register_hook(lambda gradient: self.happened.append("first layer"))
         self.layers[1:](hidden).sum().backward()
+
+    def last_backward(self) -> None:
+        """Of a step that begins now and whose gradients are given early."""
+        self.early.begin(self)
+        with self.early.last_backward():
+            self.backward()
 
     def has_room(self) -> bool:
         return self.room
@@ -1148,15 +1119,11 @@ def test_small_gradients_are_given_together_in_full_parts_only(
 def test_gradients_wait_for_room_and_are_given_together(model: Model) -> None:
     model.room = False
     found = model.layers[0].weight.register_hook(lambda gradient: setattr(model, "room", True))
-    model.early.begin(model)
-    with model.early.last_backward():
-        model.backward()
+    model.last_backward()
     assert model.happened == ["first layer", ["2", "1", "0"]]
     found.remove()
     model.room = False
-    model.early.begin(model)
-    with model.early.last_backward():
-        model.backward()
+    model.last_backward()
     assert model.early.given == set()  # they are left for the stage's end
 
 
@@ -1169,9 +1136,7 @@ def test_late_gradients_are_not_given_early(model: Model) -> None:
 
 
 def test_a_gradient_that_changes_after_it_was_given_ends_the_step(model: Model) -> None:
-    model.early.begin(model)
-    with model.early.last_backward():
-        model.backward()
+    model.last_backward()
     with pytest.raises(AssertionError, match="the gradient of 2 grows after others have it"):
         model.backward()  # of an earlier micro-batch
 
@@ -1184,9 +1149,7 @@ def test_early_gradients_are_optional(model: Model) -> None:
     assert not any(p._post_accumulate_grad_hooks for p in model.layers.parameters())
 
 
-def test_a_backward_that_fails_leaves_nothing_behind(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_backward_leaves_nothing(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(gradient: torch.Tensor) -> None:
         raise RuntimeError("out of memory")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hetero_framework.core.devices import open_device
+from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.messages import Commit, Forward, Message
 from hetero_framework.core.spans import Recorder
 from hetero_framework.engine.boundary_io import ArrivalMeter, Done, inputs_in
@@ -18,7 +18,7 @@ from hetero_framework.engine.stage_api import Arrival, Outcome, StatePart, StepI
 from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.errors import OutOfMemory, ProtocolError
 from tests.samples import boundary_message
-from tests.unit.device_helpers import QueuedDevice, Reads
+from tests.unit.device_helpers import OneThreadDevice, QueuedDevice, Reads
 from tests.unit.engine.test_executor import FakeStage
 from tests.unit.engine.test_pipeline import CONFIG
 
@@ -47,10 +47,14 @@ class Sink:
         raise error
 
 
+def host_on(device: Device) -> StageHost:
+    meter = ArrivalMeter(Recorder(0))
+    return StageHost([FakeStage(1, last=True)], CONFIG, device, meter, Sink(), id=7)  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def host() -> Iterator[StageHost]:
-    meter = ArrivalMeter(Recorder(0))
-    made = StageHost([FakeStage(1, last=True)], CONFIG, open_device("cpu"), meter, Sink(), id=7)  # type: ignore[arg-type]
+    made = host_on(open_device("cpu"))
     yield made
     made.close()
 
@@ -76,7 +80,6 @@ def test_report_comes_once_when_all_micro_batches_are_through(host: StageHost) -
     assert host.report() is None
     take_step(host, replace(INFO, attempt=2))
     report = host.report()
-    assert report is not None
     assert list(report.gradients) == list(report.figures) == [1]
     assert host.report() is None
 
@@ -137,12 +140,8 @@ def test_a_stage_that_is_tied_gives_its_gradients_and_takes_new_weights(host: St
 
 
 def test_data_is_moved_to_a_device_of_one_thread_when_its_attempt_takes_it() -> None:
-    class OneThread(QueuedDevice):
-        one_thread = True
-
-    device = OneThread(at_once=True)
-    meter = ArrivalMeter(Recorder(0))
-    host = StageHost([FakeStage(1, last=True)], CONFIG, device, meter, Sink(), id=7)  # type: ignore[arg-type]
+    device = OneThreadDevice(at_once=True)
+    host = host_on(device)
     early = arrive(host, INFO)
     assert device.copied_in_by == []
     host.begin(INFO, SCHEDULE)

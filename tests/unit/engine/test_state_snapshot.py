@@ -48,9 +48,7 @@ def test_part_that_was_asked_for_last_may_be_asked_for_again(live: list[torch.Te
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_part_that_is_past_or_does_not_exist_is_refused(
-    live: list[torch.Tensor], number: int
-) -> None:
+def test_part_that_is_past_or_absent_is_refused(live: list[torch.Tensor], number: int) -> None:
     snapshot = snapshot_of(live)
     snapshot.part(1)
     with pytest.raises(ProtocolError, match=f"part {number} was asked for out of order"):

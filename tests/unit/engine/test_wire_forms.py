@@ -22,7 +22,13 @@ from hetero_framework.core.messages import (
 from hetero_framework.engine import wire_forms
 from hetero_framework.engine.schedule.readiness import BACKWARD, FORWARD
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
-from hetero_framework.engine.stage_api import GradientReport, HostReport, StatePart, StepInfo
+from hetero_framework.engine.stage_api import (
+    GradientReport,
+    HostReport,
+    StatePart,
+    StepInfo,
+    Tensors,
+)
 
 INFO = StepInfo(step=3, attempt=1, train=True, micro_batches=4, num_items=99, loss_scale=8.0)
 ADDRESS = {"step": 3, "attempt": 1, "stage": 2, "micro_batch": 5}
@@ -42,6 +48,10 @@ SCHEDULES = st.builds(
 
 def travelled(message: Message) -> Message:
     return decode(b"".join(encode(message)))
+
+
+def travelled_inputs(inputs: Tensors) -> Message:
+    return travelled(wire_forms.inputs_message(INFO, 2, 5, wire_forms.pack_inputs(inputs)))
 
 
 # ---- STEP
@@ -66,7 +76,7 @@ def test_inputs_are_sent_in_half_of_their_bytes_and_masks_in_none() -> None:
         "position_ids": torch.arange(3)[None],
         "pixels": torch.randn(2, 3, dtype=torch.float32),
     }
-    message = travelled(wire_forms.inputs_message(INFO, 2, 5, wire_forms.pack_inputs(inputs)))
+    message = travelled_inputs(inputs)
     assert message.payload_bytes == (6 + 6 + 3) * 4 + 6 * 4
     assert message.body.ones == {"attention_mask": (2, 3)}
     assert {key: getattr(message.body, key) for key in ADDRESS} == ADDRESS
@@ -78,32 +88,22 @@ def test_inputs_are_sent_in_half_of_their_bytes_and_masks_in_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "mask",
+    ("name", "tensor"),
     [
-        torch.tensor([[1, 1, 0]]),
-        torch.tensor([[1, 1, 2]]),
-        torch.ones(1, 3, dtype=torch.bool),
-        torch.ones(1, 3),
+        ("attention_mask", torch.tensor([[1, 1, 0]])),
+        ("attention_mask", torch.tensor([[1, 1, 2]])),
+        ("attention_mask", torch.ones(1, 3, dtype=torch.bool)),
+        ("attention_mask", torch.ones(1, 3)),
+        ("labels", torch.ones(1, 3, dtype=torch.int64)),
     ],
-    ids=["padding", "two", "bool", "float"],
+    ids=["padding", "two", "bool", "float", "labels of ones"],
 )
-def test_mask_that_is_not_all_ones_travels(mask: torch.Tensor) -> None:
-    message = travelled(
-        wire_forms.inputs_message(INFO, 2, 5, wire_forms.pack_inputs({"attention_mask": mask}))
-    )
-    assert message.body.ones == {}
-    found = wire_forms.inputs_of(message)["attention_mask"]
-    assert found.dtype == mask.dtype
-    assert torch.equal(found, mask)
-
-
-def test_tensors_of_ones_that_are_no_mask_travel() -> None:
-    labels = torch.ones(1, 3, dtype=torch.int64)
-    message = travelled(
-        wire_forms.inputs_message(INFO, 2, 5, wire_forms.pack_inputs({"labels": labels}))
-    )
-    assert message.body.names == ("labels",)
-    assert torch.equal(wire_forms.inputs_of(message)["labels"], labels)
+def test_a_tensor_that_is_no_mask_of_ones_travels(name: str, tensor: torch.Tensor) -> None:
+    message = travelled_inputs({name: tensor})
+    assert (message.body.ones, message.body.names) == ({}, (name,))
+    found = wire_forms.inputs_of(message)[name]
+    assert found.dtype == tensor.dtype
+    assert torch.equal(found, tensor)
 
 
 def test_inputs_lie_in_memory_of_their_own() -> None:

@@ -13,9 +13,18 @@ from hetero_framework.engine.schedule.simulator import Edge, Profile, simulate
 from tests.unit.engine.schedule.profiles import SLOW, equal, interleaved
 
 
-def test_bound_of_equal_stages_is_the_textbook_formula() -> None:
-    m, p, f, b = 16, 4, 20, 40
-    assert step_bound(equal(p, f, b), m) == (m + p - 1) * (f + b)
+@pytest.mark.parametrize(
+    ("profile", "m", "seconds"),
+    [
+        (equal(4, 20, 40), 16, (16 + 4 - 1) * (20 + 40)),  # of the textbook
+        (Profile.of([3], [5]), 7, 7 * 8),
+        (equal(3), 0, 0),
+        (Profile.of([1, 4, 2], [2, 6, 3]), 5, 3 + 5 * 10),
+    ],
+    ids=["equal stages", "one stage", "no micro-batch", "the slowest stage"],
+)
+def test_bound_of_a_chain_is_its_closed_form(profile: Profile, m: int, seconds: float) -> None:
+    assert step_bound(profile, m) == seconds
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 8), (4, 2, 16), (4, 3, 32)])
@@ -23,18 +32,6 @@ def test_bound_of_interleaved_stages_is_the_textbook_formula(p: int, v: int, m: 
     """Narayanan et al. 2021, section 2.2."""
     f, b = 24, 48
     assert step_bound(interleaved(p, v, f, b), m) == m * (f + b) + (p - 1) * (f + b) / v
-
-
-def test_bound_of_one_stage_is_its_work() -> None:
-    assert step_bound(Profile.of([3], [5]), 7) == 7 * 8
-
-
-def test_bound_of_no_micro_batch_is_nothing() -> None:
-    assert step_bound(equal(3), 0) == 0
-
-
-def test_bound_of_unequal_stages_waits_for_the_slowest() -> None:
-    assert step_bound(Profile.of([1, 4, 2], [2, 6, 3]), 5) == 3 + 5 * 10
 
 
 def test_bound_of_one_micro_batch_is_its_path_through_all_stages() -> None:

@@ -58,22 +58,6 @@ def ready(limit: int = 1, *tasks: Task) -> Readiness:
     return readiness
 
 
-def test_next_without_tensors_is_none() -> None:
-    assert ready().next() is None
-
-
-def test_next_takes_each_direction_of_a_stage_in_ascending_order() -> None:
-    readiness = ready(9, Task(FORWARD, 0, 1), Task(BACKWARD, 2, 1))
-    assert readiness.next() is None
-    readiness.arrived(Task(FORWARD, 0, 0))
-    for k in range(2):
-        assert readiness.next() == Task(FORWARD, 0, k)
-        readiness.start(Task(FORWARD, 0, k), stores=True)
-    assert readiness.started(FORWARD, 0) == 2
-    assert readiness.started(BACKWARD, 2) == 0
-    assert readiness.next() is None
-
-
 def test_next_forward_waits_while_the_stage_stores_as_many_as_it_may() -> None:
     readiness = ready(1, *(Task(FORWARD, stage, k) for stage in (0, 2) for k in range(2)))
     readiness.start(Task(FORWARD, 0, 0), stores=True)
@@ -87,14 +71,6 @@ def test_next_forward_waits_while_the_stage_stores_as_many_as_it_may() -> None:
     readiness.release(2)
     assert readiness.next() == Task(FORWARD, 2, 1)
     assert [readiness.peak_in_flight(stage) for stage in (0, 2)] == [1, 1]
-
-
-def test_forwards_that_store_nothing_have_no_limit() -> None:
-    readiness = ready(1, *(Task(FORWARD, 0, k) for k in range(3)))
-    for k in range(3):
-        assert readiness.next() == Task(FORWARD, 0, k)
-        readiness.start(Task(FORWARD, 0, k), stores=False)
-    assert readiness.peak_in_flight(0) == 0
 
 
 def test_admission_keeps_at_most_max_in_flight_micro_batches() -> None:

@@ -43,9 +43,7 @@ def test_profile_knows_the_nics_of_tensors() -> None:
 @pytest.mark.parametrize("p", [1, 2, 4, 8, 12])
 @pytest.mark.parametrize("m", [1, 3, 16, 64])
 @pytest.mark.parametrize(("f", "b"), [(20, 40), (10, 10), (10, 30)])
-def test_simulate_equal_stages_reach_the_bound_with_the_default_limit(
-    p: int, m: int, f: int, b: int
-) -> None:
+def test_simulate_equal_stages_reach_the_bound_by_default(p: int, m: int, f: int, b: int) -> None:
     simulated = simulate(equal(p, f, b), m, default_max_in_flight(p))
     assert simulated.seconds == (m + p - 1) * (f + b)
     assert simulated.busy == pytest.approx([m * (f + b) / simulated.seconds] * p)
@@ -139,20 +137,14 @@ def test_simulate_a_nic_chooses_when_it_becomes_free() -> None:
 def test_simulate_ends_with_every_task_done_once_within_the_limits(
     profile: Profile, m: int, max_in_flight: int, policy: Policy, data: st.DataObject
 ) -> None:
-    """Whatever the times, edges, devices, policy and limits: it ends, each device has done exactly
-    the work of its stages, and no stage has stored more than it may."""
     p = profile.num_stages
     in_flight_limits = data.draw(st.none() | st.lists(st.integers(1, 6), min_size=p, max_size=p))
-    simulated = simulate(
-        profile, m, max_in_flight, policy=policy, in_flight_limits=in_flight_limits
-    )
-    assert [share * simulated.seconds for share in simulated.busy] == pytest.approx(
-        work_of(profile, m)
-    )
+    options = {"policy": policy, "in_flight_limits": in_flight_limits}
+    simulated = simulate(profile, m, max_in_flight, **options)
+    busy_s = [share * simulated.seconds for share in simulated.busy]
+    assert busy_s == pytest.approx(work_of(profile, m))
     most = [min(max_in_flight, m, limit) for limit in in_flight_limits or [max_in_flight] * p]
-    assert all(
-        in_flight <= limit for in_flight, limit in zip(simulated.peak_in_flight, most, strict=True)
-    )
+    assert all(a <= b for a, b in zip(simulated.peak_in_flight, most, strict=True))
 
 
 @SIMULATIONS
@@ -160,9 +152,8 @@ def test_simulate_ends_with_every_task_done_once_within_the_limits(
 def test_simulate_never_beats_the_bound(
     profile: Profile, m: int, max_in_flight: int, policy: Policy
 ) -> None:
-    assert (
-        simulate(profile, m, max_in_flight, policy=policy).seconds >= step_bound(profile, m) - 1e-9
-    )
+    simulated = simulate(profile, m, max_in_flight, policy=policy)
+    assert simulated.seconds >= step_bound(profile, m) - 1e-9
 
 
 @SIMULATIONS

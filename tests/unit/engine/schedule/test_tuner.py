@@ -40,18 +40,12 @@ def test_profile_names_devices_in_the_order_of_the_plan() -> None:
 
 def test_a_profile_takes_boundary_times_from_the_receivers() -> None:
     """An activation arrives at the later stage, a gradient at the earlier one."""
-    times = {
-        0: StageSeconds(1, 2, 0.0, 7),
-        1: StageSeconds(3, 4, 5, 8),
-        2: StageSeconds(9, 10, 6, 0.0),
-    }
-    profile = make_profile(plan("local", 1, 2), times, {1: 0.5}, NOWHERE)
+    times = (StageSeconds(1, 2, 0.0, 7), StageSeconds(3, 4, 5, 8), StageSeconds(9, 10, 6, 0.0))
+    profile = make_profile(plan("local", 1, 2), dict(enumerate(times)), {1: 0.5}, NOWHERE)
     assert profile.forward_s == (1, 3, 9)
     assert profile.backward_s == (2, 4, 10)
-    assert [(h.forward_s, h.backward_s, h.latency_s) for h in profile.edges] == [
-        (5, 7, 0.0),
-        (6, 8, 0.5),
-    ]
+    edges = [(edge.forward_s, edge.backward_s, edge.latency_s) for edge in profile.edges]
+    assert edges == [(5, 7, 0.0), (6, 8, 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +90,6 @@ def test_a_step_is_forecast_once_times_are_measured() -> None:
     own.observe(seconds(2), {})
     found = own.forecast(4, NOWHERE)
     assert found == own.choice(4, NOWHERE)
-    assert found is not None
     assert found.profile.forward_s == (0.02, 0.02)
 
 
@@ -110,22 +103,26 @@ def test_choice_keeps_to_the_users_max_in_flight_and_the_memory_of_the_stages() 
 def test_the_times_of_the_plan_count_until_a_step_is_measured() -> None:
     planned = Profile.of([1.0, 3.0], [2.0, 6.0])
     tuned = Tuner(plan("local", 1), planned=planned)
-    forecast = tuned.forecast(4, NOWHERE)
-    assert forecast is not None
-    assert forecast.profile == planned
+    assert tuned.forecast(4, NOWHERE).profile == planned
     tuned.observe(seconds(2), {})
     assert tuned.profile(NOWHERE) != planned
     assert Tuner(plan("local", 1)).forecast(4, NOWHERE) is None
 
 
-def test_choice_is_made_once_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, Profile]] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Profile]]:
+    """What a schedule was tuned for, each time."""
+    found: list[tuple[int, Profile]] = []
 
     def counted(profile: Profile, m: int, **options: object) -> object:
-        asked.append((m, profile))
+        found.append((m, profile))
         return tune(profile, m)
 
     monkeypatch.setattr(tuner, "tune", counted)
+    return found
+
+
+def test_choice_is_made_once_until_something_changes(asked: list[tuple[int, Profile]]) -> None:
     tuned = Tuner(plan("local", 1, 2))
     for _ in range(3):
         tuned.choice(8, NOWHERE)
@@ -137,24 +134,16 @@ def test_choice_is_made_once_until_something_changes(monkeypatch: pytest.MonkeyP
     assert asked[2][1].edges[1].relay is None
 
 
-def test_choice_is_made_anew_after_steps_that_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = 0
-
-    def counted(profile: Profile, m: int, **options: object) -> object:
-        nonlocal count
-        count += 1
-        return tune(profile, m)
-
-    monkeypatch.setattr(tuner, "tune", counted)
+def test_choice_is_made_anew_after_steps_that_double(asked: list[tuple[int, Profile]]) -> None:
     tuned = Tuner(plan("local", 1))
     tuned.choice(4, NOWHERE)
-    assert count == 1
+    assert len(asked) == 1
     made = []
     for step in range(1, 18):
-        before = count
+        before = len(asked)
         tuned.observe(seconds(2), {})
         tuned.choice(4, NOWHERE)
-        made += [step] * (count > before)
+        made += [step] * (len(asked) > before)
     assert made == [1, 2, 4, 8, 16]
 
 

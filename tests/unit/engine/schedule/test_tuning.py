@@ -109,16 +109,9 @@ def test_tune_never_exceeds_the_limits(profile: Profile, m: int, data: st.DataOb
     p = profile.num_stages
     in_flight_limits = data.draw(st.lists(st.integers(1, 5), min_size=p, max_size=p))
     choice = tune(profile, m, in_flight_limits=in_flight_limits)
-    assert all(
-        1 <= in_flight <= limit
-        for in_flight, limit in zip(choice.in_flight_limits, in_flight_limits, strict=True)
-    )
-    assert all(
-        in_flight <= limit
-        for in_flight, limit in zip(
-            choice.forecast.peak_in_flight, choice.in_flight_limits, strict=True
-        )
-    )
+    own, peaks = choice.in_flight_limits, choice.forecast.peak_in_flight
+    assert all(1 <= a <= b for a, b in zip(own, in_flight_limits, strict=True))
+    assert all(a <= b for a, b in zip(peaks, own, strict=True))
     assert 1 <= choice.max_in_flight <= max(1, m)
 
 
@@ -153,13 +146,8 @@ def test_tune_is_hardly_worse_than_the_default_limit(profile: Profile, m: int) -
 def tasks(profile: Profile) -> list[Task]:
     """All tasks of a step, of which the last stage has forwards alone."""
     last = profile.num_stages - 1
-    both = ((FORWARD, last + 1), (BACKWARD, last))
-    return [
-        Task(kind, k, n)
-        for kind, stages in both
-        for k in range(stages)
-        for n in range(MICRO_BATCHES)
-    ]
+    places = [(FORWARD, k) for k in range(last + 1)] + [(BACKWARD, k) for k in range(last)]
+    return [Task(*place, n) for place in places for n in range(MICRO_BATCHES)]
 
 
 def test_due_dates_of_a_chain_by_hand() -> None:
