@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
 
 from hetero_framework.core.frames import GOES_ON, PIECE_BYTES
 from hetero_framework.core.messages import Message, encode
@@ -26,3 +29,23 @@ def checksum(buffers: Iterable[bytes | memoryview]) -> bytes:
     for buffer in buffers:
         hasher.update(buffer)
     return digest(hasher)
+
+
+@contextlib.contextmanager
+def answering(answer: Callable[[socket.socket], object]) -> Iterator[int]:
+    """Something at a port that is no worker; `answer` gets each connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as open_ones:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection = open_ones.enter_context(listener.accept()[0])
+                    answer(connection)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()

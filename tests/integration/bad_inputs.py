@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from tests.samples import free_ports, plan_of
+
 LOCAL = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
 Change = Callable[[Path], object]
 
@@ -35,6 +37,33 @@ class Row:
     options: tuple[str, ...] = ()
     code: int = 2
     elsewhere: bool = False  # the worker's address stands for another machine
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with changes; None takes a key out of a section."""
+    found = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        found[key] = merged(base[key], value) if both else value
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def configuration(changes: dict[str, Any]) -> dict[str, Any]:
+    """A small valid one of one process, with changes."""
+    base = {
+        "coordinator": {**LOCAL, "port": free_ports(1)[0]},
+        "workers": [],
+        "shard_plan": plan_of(("local", 4)),
+        "model": {"name_or_path": "./model"},
+        "adapter": {"r": 2},
+        "data": {"train": "good.jsonl", "max_length": 64},
+        "training": {
+            **{"output_dir": "run", "max_steps": 1, "per_device_train_batch_size": 2},
+            **{"save_strategy": "no", "report_to": "none", "visualize": False},
+            "verify_architecture": False,
+        },
+    }
+    return merged(base, changes)
 
 
 def row(id: str, *says: str, **how: Any) -> Row:
@@ -139,6 +168,8 @@ ROWS = [
         "25-below-a-file", r"good\.jsonl.x", "Not a directory", options=("--config", "good.jsonl/x")
     ),
     row("26-empty", r"config\.json is empty", "hetero init", text=""),
+    row("26-value", "line 2, column 7: not valid JSON", text='{"a": 1,\n"b": {,}}'),
+    row("26-cut", "line 1, column", text='{"version": "1"'),
     row("26-comma", "line 2, column 15", "delete the comma", text='{\n"version": "1",\n}'),
     row("26-comment", "line 2, column 1", "JSON has no comments", text='{\n// x\n"version": "1"}'),
     row("27-utf16", r"config\.json is UTF-16", "save it as UTF-8", text="{}".encode("utf-16")),
@@ -162,11 +193,19 @@ ROWS = [
     row("33-zero", r"coordinator\.port: .*at least 1", config={"coordinator": {"port": 0}}),
     row("33-large", r"port: .*at most 65535", config={"coordinator": {"port": 70000}}),
     row("34", r"\[1\]\.start: is 2.* start it at 3", config=plan(("local", 0, 3), ("local", 2, 4))),
-    row("35-gap", "nobody holds layer 1", config=plan(("local", 0, 1), ("local", 2, 4))),
+    row(
+        "35-gap",
+        r"shard_plan\[1\].* nobody holds layer 1",
+        config=plan(("local", 0, 1), ("local", 2, 4)),
+    ),
     # 35: an entry without layers is legal: it holds the embedding, or norm and head.
     row("35-negative", r"shard_plan\[0\]\.start", config=plan(("local", -1, 4))),
-    row("35-order", "must start at 0", config=plan(("local", 2, 4), ("local", 0, 2))),
-    row("35-short", "nobody holds layer 3", config=plan(("local", 0, 3))),
+    row(
+        "35-order",
+        r"shard_plan\[0\].* must start at 0",
+        config=plan(("local", 2, 4), ("local", 0, 2)),
+    ),
+    row("35-short", "nobody holds layer 3\n", "end at 4", config=plan(("local", 0, 3))),
     row("36", r"shard_plan\[0\]\.end is 9", "model has 4", config=plan(("local", 0, 9))),
     row("37-none", r"shard_plan: must not be empty", config={"shard_plan": []}),
     row(
@@ -188,6 +227,7 @@ ROWS = [
     row("42-batch", r"batch_size: must be at least 1", **trained(per_device_train_batch_size=0)),
     row("43", r"training\.adam_beta2: must be less than 1", **trained(adam_beta2=1.0)),
     row("43-list", r"training\.betas", **trained(betas=[0.9, 0.9, 0.9])),
+    row("43-name", r"training\.optim: 'adamm'", "one of: .*sgd", **trained(optim="adamm")),
     row(
         "44-dropout",
         r"lora_dropout: must be less than 1",
@@ -250,7 +290,9 @@ ROWS = [
             "escape": "\x1b[2J",
         }.items()
     ),
-    row("53-file", r"training\.output_dir", "is a file", **trained(output_dir="good.jsonl")),
+    row(
+        "53-file", "output_dir", "it is a file", "--output-dir", **trained(output_dir="good.jsonl")
+    ),
     row("53-below", r"training\.output_dir", **trained(output_dir="good.jsonl/run")),
     row("53-system", r"training\.output_dir", "/proc/none", **trained(output_dir="/proc/none")),
     row("53-nul", r"training\.output_dir", **trained(output_dir="a\0b")),
@@ -273,7 +315,10 @@ ROWS = [
     ),
     # -- data and tokenizer
     row(
-        "57-missing", r"data file not found: none\.jsonl", config={"data": {"train": "none.jsonl"}}
+        "57-missing",
+        r"data file not found: none\.jsonl",
+        "looked",
+        config={"data": {"train": "none.jsonl"}},
     ),
     row("57-pattern", r"no file matches none\*\.jsonl", config={"data": {"train": "none*.jsonl"}}),
     row("57-none", r"x\.jsonl holds no example", **data("")),
@@ -282,7 +327,7 @@ ROWS = [
     row("59", r"x\.jsonl:1", "fields foo, bar", **data('{"foo": 1, "bar": 2}\n')),
     row("59-later", r"x\.jsonl:2.*text", **data(TEXT + '{"txet": "a"}\n')),
     *(
-        row(f"60-{name}", r"x\.jsonl:2", "text", **data(f'{TEXT}{{"text": {value}}}\n'))
+        row(f"60-{name}", r"x\.jsonl:2.*text.* a string", **data(f'{TEXT}{{"text": {value}}}\n'))
         for name, value in {"null": "null", "number": "5", "list": '["a"]'}.items()
     ),
     row("61-utf8", r"x\.jsonl:2: byte \d+ is not valid UTF-8", **data(TEXT.encode() + b'{"\xff"}')),
@@ -317,7 +362,12 @@ ROWS = [
         code=0,
         config={"data": {"eval": "good.jsonl"}, "training": {"eval_steps": 2}},
     ),
-    row("67", r"longer than max_length=4 and were cut", code=0, config={"data": {"max_length": 4}}),
+    row(
+        "67",
+        "6 of 6 examples were longer than max_length=4 and were cut",
+        code=0,
+        config={"data": {"max_length": 4}},
+    ),
     row(
         "68",
         r"none of the .* examples has a token to learn from",
@@ -392,6 +442,12 @@ ROWS = [
     # 76, changed data at a resume, is in test_resume.py.
     # -- the model's files
     row(
+        "77-none",
+        "no model directory .*none",
+        r"model\.name_or_path",
+        config={"model": {"name_or_path": "./none"}},
+    ),
+    row(
         "77-config",
         r"model.*has no config\.json",
         prepare=lambda folder: (folder / "model" / "config.json").unlink(),
@@ -458,6 +514,7 @@ ROWS = [
     row(
         "109-refused",
         "cannot reach worker 1 at .*nothing listens on that port",
+        r"cannot reach worker 1 at 127\.0\.0\.1:1: .*\(tried \d+ times in",
         "start the worker there",
         config=workers({"port": 1}, **NO_CONNECTION),
         elsewhere=True,

@@ -12,15 +12,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hetero_framework import versions
 from hetero_framework.cli import main
 from hetero_framework.cluster import cluster, roles
-from tests.integration.bad_inputs import LOCAL, ROWS, Row
-from tests.samples import free_ports, save_llama, save_texts
+from tests.integration.bad_inputs import ROWS, Row, configuration
+from tests.samples import save_llama, save_texts
 
 MOST_LINES = 5  # three and a hint, and for JSON the marked place
 
@@ -37,38 +36,6 @@ def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     save_texts(tmp_path / "good.jsonl", 6)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with changes; None takes a key out of a section."""
-    found = dict(base)
-    for key, value in changes.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
-            found[key] = merged(base[key], value)
-        else:
-            found[key] = value
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def configuration(changes: dict[str, Any]) -> dict[str, Any]:
-    base = {
-        "coordinator": {**LOCAL, "port": free_ports(1)[0]},
-        "workers": [],
-        "shard_plan": [{"id": "local", "start": 0, "end": 4}],
-        "model": {"name_or_path": "./model"},
-        "adapter": {"r": 2},
-        "data": {"train": "good.jsonl", "max_length": 64},
-        "training": {
-            "output_dir": "run",
-            "max_steps": 1,
-            "per_device_train_batch_size": 2,
-            "save_strategy": "no",
-            "report_to": "none",
-            "visualize": False,
-            "verify_architecture": False,
-        },
-    }
-    return merged(base, changes)
 
 
 def run(row: Row, folder: Path) -> int:

@@ -69,11 +69,7 @@ class Cluster:
         command += ["--keys", str(self.keys.path)]
         with log.open("wb") as output:
             return subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=self.environment,
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=self.environment
             )
 
     def wait(self) -> None:

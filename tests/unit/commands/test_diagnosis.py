@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from hetero_framework.core import addresses
 from hetero_framework.core.devices import Device, Memory, Support
 from hetero_framework.errors import NetworkError
 from hetero_framework.security.access import KeyOptions
+from tests.framed import answering
 from tests.samples import free_ports
 
 TINY = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 320}
@@ -59,22 +59,13 @@ def found(check: Callable[[MachineView], diagnosis.Problems], made: MachineView)
 @contextlib.contextmanager
 def listening(answer: bytes = b"") -> Iterator[int]:
     """A program at a port that is no worker."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def serve() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    connection = listener.accept()[0]
-                    connection.sendall(answer)
-                    connection.close()
+    def say(connection: socket.socket) -> None:
+        connection.sendall(answer)
+        connection.close()
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
+    with answering(say) as port:
+        yield port
 
 
 def test_a_working_configuration_has_no_findings(tmp_path: Path) -> None:

@@ -18,11 +18,7 @@ from tests.installed import needs
 from tests.samples import plan_of
 
 LLAMA = LlamaConfig(
-    num_hidden_layers=8,
-    hidden_size=64,
-    intermediate_size=512,
-    num_attention_heads=2,
-    vocab_size=64,
+    num_hidden_layers=8, hidden_size=64, intermediate_size=512, num_attention_heads=2, vocab_size=64
 )
 MACHINE = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cuda:0"}
 ROOM = 1 << 40
