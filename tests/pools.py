@@ -21,11 +21,13 @@ from typing import Any
 import psutil
 import pytest
 
+from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config
+from hetero_framework.engine.loading import load_stages
 from hetero_framework.models.verify import equivalence
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.progress import Progress
-from tests.samples import DEVICE, free_ports, save_llama, save_texts
+from tests.samples import DEVICE, free_ports, read_jsonl, save_llama, save_texts
 from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -176,13 +178,13 @@ def is_listening(port: int) -> bool:
     return False
 
 
-def with_end(process: subprocess.Popen[bytes]) -> None:
-    """Wait a moment for a starting process; fail if it ended."""
+def with_end(process: subprocess.Popen[bytes], log: Path | None = None) -> None:
+    """Wait a moment for a starting process; fail if it ended, with its log."""
     try:
         code = process.wait(timeout=0.1)
     except subprocess.TimeoutExpired:
         return
-    raise AssertionError(f"a worker of the pool ended with {code}")
+    raise AssertionError(f"a worker ended with {code}: {log and log.read_text()}")
 
 
 @pytest.fixture(scope="session")
@@ -197,25 +199,70 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def losses(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Callable[..., list[tuple]]:
+def configured(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Callable[..., Config]:
+    """Configurations with the given cuts and sections: the llama over the texts, if no others are
+    given, into `tmp_path / name`."""
+
+    def make(cuts: list[int], name: str = "run", **sections: Any) -> Config:
+        sections.setdefault("model", {"name_or_path": str(llama)})
+        sections.setdefault("data", {"train": str(texts), "max_length": 64})
+        return Config.from_dict(pool.config(tmp_path / name, cuts, **sections))
+
+    return make
+
+
+@pytest.fixture
+def losses(configured: Callable[..., Config], tmp_path: Path) -> Callable[..., list[tuple]]:
     """Train with the given cuts and sections; (loss, grad_norm, learning_rate) of every step."""
 
     def run(cuts: list[int], name: str = "run", **sections: Any) -> list[tuple]:
-        sections.setdefault("model", {"name_or_path": str(llama)})
-        sections.setdefault("data", {"train": str(texts), "max_length": 64})
-        config = Config.from_dict(pool.config(tmp_path / name, cuts, **sections))
-        train(config, debug=True)
+        train(configured(cuts, name, **sections), debug=True)
         return read_metrics(tmp_path / name)
 
     return run
 
 
 def read_metrics(output: Path) -> list[tuple]:
-    text = (output / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
+    lines = read_jsonl(output / "metrics.jsonl")
     return [
         (line["loss"], line["grad_norm"], line["learning_rate"]) for line in lines if "loss" in line
     ]
+
+
+def with_own_worker(config: Config) -> Config:
+    """Worker 1 at a new port, where no process of the pool is: the coordinator starts it itself."""
+    raw = config.to_dict()
+    raw["workers"][0]["port"] = free_ports(1)[0]
+    return Config.from_dict(raw)
+
+
+@contextlib.contextmanager
+def serving(config: Config, by: Callable[..., object] = serve, **how: Any) -> Iterator[None]:
+    """Within the block the first worker serves in a thread of this process, and listens."""
+    (worker, *_), over = config.workers, threading.Event()
+    settings = {"build": load_stages, "should_stop": over.is_set, **how}
+    thread = threading.Thread(
+        target=by, args=(config, worker.id), kwargs=settings, name=f"worker {worker.id}"
+    )
+    thread.start()
+    try:
+        assert worker.port is not None
+        while not is_listening(worker.port):
+            thread.join(0.05)
+            assert thread.is_alive()
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def started(log: Path, *words: str, **how: Any) -> subprocess.Popen[bytes]:
+    """A process of `hetero` with these words, which writes what it says into the log."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "hetero_framework", *words],
+            **{"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, **how},
+        )
 
 
 @pytest.fixture

@@ -96,6 +96,11 @@ def save_texts(path: Path, count: int, *, seed: int = 0, longest: int = 24) -> P
     return path
 
 
+def read_jsonl(path: Path) -> list[Any]:
+    """The records of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 # Below the ports that Linux (32768), macOS and Windows (49152) hand out by themselves: a test's
 # proxy once got, by asking for any port, the one that a coordinator was about to listen on. Each
 # process of the tests begins elsewhere.

@@ -38,16 +38,12 @@ class Ending(TrainerCallback):
     ids=["full", "lora"],
 )
 def test_the_best_model_does_not_depend_on_the_cut(
-    adapter, rate, pool, llama, texts, tmp_path
+    adapter, rate, configured, texts, tmp_path
 ) -> None:
     def config(name: str, cuts: list[int]) -> Config:
         sections: dict[str, Any] = {"adapter": adapter} if adapter else {}
-        sections["model"] = {"name_or_path": str(llama)}
         sections["data"] = {"train": str(texts), "eval": str(texts), "max_length": 64}
-        raw = pool.config(
-            tmp_path / name, cuts, training={**TRAINING, "learning_rate": rate}, **sections
-        )
-        return Config.from_dict(raw)
+        return configured(cuts, name, training={**TRAINING, "learning_rate": rate}, **sections)
 
     whole = train(config("whole", []))
     cut = train(config("cut", [2, 4]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from hetero_framework.config import Config
 from hetero_framework.errors import UserError
 from hetero_framework.trainer.coordinator import train
 from tests.pools import TRAINING
-from tests.samples import free_ports
+from tests.samples import free_ports, plan_of
 
 pytestmark = pytest.mark.xdist_group("pool")
 
@@ -27,6 +28,22 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_watchers", [])
     monkeypatch.setattr(control, "_imported", [])
     monkeypatch.setattr(control, "_functions", {})
+
+
+def configuration(
+    worker: int | str, folder: Path, llama: Path, texts: Path, **training: Any
+) -> dict[str, Any]:
+    """Half of the layers are those of a worker that the run starts."""
+    ports = free_ports(2)
+    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
+    return {
+        "coordinator": {**machine, "port": ports[0]},
+        "workers": [{**machine, "id": worker, "port": ports[1]}],
+        "shard_plan": plan_of(("local", 3), (worker, 6)),
+        "model": {"name_or_path": str(llama)},
+        "data": {"train": str(texts), "eval": str(texts), "max_length": 64},
+        "training": {**TRAINING, "output_dir": str(folder / "run"), **training},
+    }
 
 
 SAVING = """
@@ -50,16 +67,7 @@ def ask(step, cluster):
 def test_example_asks_the_worker_it_started_and_messages_save_checkpoints(
     tmp_path, llama, texts, capsys
 ) -> None:
-    ports = free_ports(2)
-    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
-    config = {
-        "coordinator": {**machine, "port": ports[0]},
-        "workers": [{**machine, "id": "box", "port": ports[1]}],
-        "shard_plan": [{"id": "local", "start": 0, "end": 3}, {"id": "box", "start": 3, "end": 6}],
-        "model": {"name_or_path": str(llama)},
-        "data": {"train": str(texts), "max_length": 64},
-        "training": {**TRAINING, "max_steps": 4, "output_dir": str(tmp_path / "run")},
-    }
+    config = configuration("box", tmp_path, llama, texts, max_steps=4)
     file = tmp_path / "hetero_config.json"
     file.write_text(json.dumps(config))
     saving = tmp_path / "saving.py"
@@ -89,30 +97,17 @@ def compute_metrics(given):
 def test_an_imported_file_makes_the_predictions_in_the_worker_that_has_the_logits(
     tmp_path, llama, texts
 ) -> None:
-    ports = free_ports(2)
-    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
-    config = Config.from_dict(
-        {
-            "coordinator": {**machine, "port": ports[0]},
-            "workers": [{**machine, "id": 1, "port": ports[1]}],
-            "shard_plan": [{"id": "local", "start": 0, "end": 3}, {"id": 1, "start": 3, "end": 6}],
-            "model": {"name_or_path": str(llama)},
-            "data": {"train": str(texts), "eval": str(texts), "max_length": 64},
-            "training": {
-                **{**TRAINING, "max_steps": 2, "output_dir": str(tmp_path / "run")},
-                **{"eval_strategy": "steps", "metric_for_best_model": "labels"},
-            },
-        }
-    )
+    training = {"max_steps": 2, "eval_strategy": "steps", "metric_for_best_model": "labels"}
+    config = configuration(1, tmp_path, llama, texts, **training)
     file = tmp_path / "measuring.py"
     file.write_text(MEASURING)
     control.import_file(file)
-    summary = train(config)
+    summary = train(Config.from_dict(config))
     assert summary.metrics["eval_elsewhere"] == 1
     assert summary.metrics["eval_labels"] == 0
 
 
-def test_worker_without_the_handler_is_an_error_that_names_it(pool, llama, texts, tmp_path) -> None:
+def test_worker_without_the_handler_is_an_error_that_names_it(configured) -> None:
     answers: list[object] = []
 
     def ask(step: int, cluster: control.WorkerControl) -> None:
@@ -122,12 +117,7 @@ def test_worker_without_the_handler_is_an_error_that_names_it(pool, llama, texts
         answers.append(cluster.control(1, "not_there"))
 
     control.after_step(ask)
-    sections = {
-        "model": {"name_or_path": str(llama)},
-        "data": {"train": str(texts), "max_length": 64},
-        "training": {"max_steps": 2},
-    }
     with pytest.raises(UserError, match="not_there: no handler for 'not_there'") as caught:
-        train(Config.from_dict(pool.config(tmp_path / "run", [3], **sections)))
+        train(configured([3], training={"max_steps": 2}))
     assert "--import" in str(caught.value)
     assert answers == []

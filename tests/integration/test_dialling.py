@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from hetero_framework.security.keys import KeyDirectory
 from hetero_framework.trainer.coordinator import train
 from tests.certificates import keys_of
 from tests.fault_proxy import FaultProxy
-from tests.pools import TRAINING, Notes, read_metrics
+from tests.pools import TRAINING, Notes, read_metrics, started, with_end
 from tests.samples import free_ports, plan_of
 
 PLAN = plan_of(("local", 2), (1, 4), (2, 6))
@@ -40,12 +39,8 @@ class Worker:
         folder.mkdir(exist_ok=True)
         file, self.log = folder / f"config-{id}.json", folder / f"worker-{id}.log"
         file.write_text(json.dumps(config))
-        command = [sys.executable, "-m", "hetero_framework", "worker", "--keep", "--supervised"]
-        command += ["--config", str(file), "--worker-id", str(id), *more]
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=output
-            )
+        words = ["worker", "--keep", "--supervised", "--config", str(file), "--worker-id", str(id)]
+        self.process = started(self.log, *words, *more, stdin=subprocess.PIPE)
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -56,14 +51,6 @@ class Worker:
         """Until its log says this."""
         while text not in self.log.read_text():
             with_end(self.process, self.log)
-
-
-def with_end(process: subprocess.Popen[bytes], log: Path) -> None:
-    try:
-        code = process.wait(timeout=0.1)
-    except subprocess.TimeoutExpired:
-        return
-    raise AssertionError(f"the worker ended with {code}: {log.read_text()}")
 
 
 @contextmanager

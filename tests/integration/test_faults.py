@@ -13,7 +13,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,6 @@ import psutil
 import pytest
 
 from hetero_framework.cluster import membership
-from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
@@ -41,9 +39,9 @@ from hetero_framework.trainer import outputs
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.framed import framed
-from tests.integration.test_parity import LORA, assert_same, weights
+from tests.integration.test_parity import LORA, assert_same_runs
 from tests.integration.test_resume import evals
-from tests.pools import Notes, Pool, is_listening, read_metrics
+from tests.pools import Notes, Pool, read_metrics, serving, started, with_own_worker
 from tests.samples import free_ports, save_tiny
 
 LONG = pytest.mark.long
@@ -84,15 +82,11 @@ def wait_for(condition: Callable[[], Any], log: Path) -> None:
         time.sleep(0.05)  # nothing announces what another process writes
 
 
-def with_own_worker(config: Config) -> Config:
-    """Worker 1 at a new port, where the coordinator starts it itself."""
-    return at_port(config, free_ports(1)[0])
-
-
-def at_port(config: Config, port: int) -> Config:
-    raw = config.to_dict()
-    raw["workers"][0]["port"] = port
-    return Config.from_dict(raw)
+def written(config: Config, folder: Path) -> str:
+    """The configuration's file."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(config.to_dict()))
+    return str(file)
 
 
 def pids(notes: Notes) -> list[int]:
@@ -109,7 +103,7 @@ HELLO = m.Hello("stranger", 1, process="p", epoch=1, max_frame_bytes=1 << 20)
 
 
 @pytest.fixture
-def make(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Callable[..., Config]:
+def make(configured: Callable[..., Config], texts: Path) -> Callable[..., Config]:
     """A configuration for the pool; `through` has workers' addresses replaced by proxies'."""
 
     def build(
@@ -117,18 +111,12 @@ def make(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Callable[..., 
     ) -> Config:
         sections.setdefault("adapter", LORA)
         sections.setdefault("links", "relay")  # test_links.py has the others
-        sections.setdefault("model", {"name_or_path": str(llama)})
         sections["training"] = {**TRAINING, **sections.get("training", {})}
-        raw = pool.config(
-            tmp_path / name,
-            cuts,
-            data={"train": str(texts), "max_length": 64, "eval": str(texts)},
-            **sections,
-        )
-        raw["workers"] = [
-            {**w, "port": through[w["id"]].port} if through and w["id"] in through else w
-            for w in raw["workers"]
-        ]
+        data = {"train": str(texts), "max_length": 64, "eval": str(texts)}
+        raw = configured(cuts, name, data=data, **sections).to_dict()
+        for worker in raw["workers"]:
+            if through and worker["id"] in through:
+                worker["port"] = through[worker["id"]].port
         return Config.from_dict(raw)
 
     return build
@@ -168,11 +156,6 @@ def whole(
     return get
 
 
-def assert_equal_runs(output: Path, whole: Path) -> None:
-    assert read_metrics(output) == read_metrics(whole)
-    assert_same(weights(output), weights(whole))
-
-
 UP = [m.Step, m.Inputs, m.Forward, m.Commit, m.StateRequest, m.Abort]
 DOWN = [m.Loss, m.Backward, m.GradientNorms, m.Committed, m.State, m.Aborted]
 
@@ -204,7 +187,7 @@ def test_a_link_cut_at_any_frame_changes_nothing(
     train(make("cut", [2, 4], proxies), progress=Notes())
     assert list(proxies[worker].cuts) == []
     assert proxies[worker].connections == len(cuts) + 1
-    assert_equal_runs(tmp_path / "cut", whole("lora"))
+    assert_same_runs(tmp_path / "cut", whole("lora"))
 
 
 @LONG
@@ -220,7 +203,7 @@ def test_a_link_cut_at_any_frame_of_a_model_with_side_tensors_changes_nothing(
     proxies[1].cuts.extend(cuts)
     train(make("cut", [2, 4], proxies, model=model, adapter=None), progress=Notes())
     assert list(proxies[1].cuts) == []
-    assert_equal_runs(tmp_path / "cut", tmp_path / "whole")
+    assert_same_runs(tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.mark.long
@@ -236,7 +219,7 @@ def test_a_link_cut_in_an_evaluation_changes_nothing(make, proxies, whole, tmp_p
     proxies[2].cuts.popleft()  # five in one pass are the limit
     train(make("cut", [2, 4], proxies, training=training), progress=Notes())
     assert evals(tmp_path / "cut") == evals(tmp_path / "calm")
-    assert_equal_runs(tmp_path / "cut", whole("lora"))
+    assert_same_runs(tmp_path / "cut", whole("lora"))
 
 
 @pytest.mark.long
@@ -250,7 +233,7 @@ def test_a_link_cut_while_resuming_changes_nothing(make, proxies, whole, tmp_pat
     )
     train(make("cut", [2, 4], proxies), resume="latest", progress=Notes())
     assert not proxies[1].cuts
-    assert_equal_runs(tmp_path / "cut", whole("lora"))
+    assert_same_runs(tmp_path / "cut", whole("lora"))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +255,7 @@ def test_both_links_cut_at_once_change_nothing(cut, make, proxies, whole, tmp_pa
     train(make("cut", [2, 4], proxies, adapter=None), progress=Notes())
     assert not proxies[2].cuts
     assert proxies[1].connections == 2
-    assert_equal_runs(tmp_path / "cut", whole("full"))
+    assert_same_runs(tmp_path / "cut", whole("full"))
 
 
 def test_a_flipped_bit_on_the_way_changes_nothing(make, proxies, whole, tmp_path) -> None:
@@ -289,7 +272,7 @@ def test_a_flipped_bit_on_the_way_changes_nothing(make, proxies, whole, tmp_path
     train(make("run", [2, 4], proxies), progress=notes)
     assert sum(proxy.connections for proxy in proxies.values()) == len(proxies) + len(flips)
     assert any("a frame arrived damaged" in line for line in notes.lines)
-    assert_equal_runs(tmp_path / "run", whole("lora"))
+    assert_same_runs(tmp_path / "run", whole("lora"))
 
 
 @pytest.mark.long
@@ -301,7 +284,7 @@ def test_f15_segments_of_one_byte_and_latency_change_nothing(
     notes = Notes()
     train(make("run", [2, 4], proxies), progress=notes)
     assert proxies[1].connections == proxies[2].connections == 1
-    assert_equal_runs(tmp_path / "run", whole("lora"))
+    assert_same_runs(tmp_path / "run", whole("lora"))
 
 
 @pytest.mark.long
@@ -320,7 +303,7 @@ def test_a_silent_link_is_given_up_and_opened_again(make, proxies, whole, tmp_pa
     notes = Hole(3)
     train(make("cut", [2, 4], proxies, training=SILENT), progress=notes)
     assert any("has been silent for 3 s" in line for line in notes.lines)
-    assert_equal_runs(tmp_path / "cut", whole("lora"))
+    assert_same_runs(tmp_path / "cut", whole("lora"))
 
 
 @pytest.mark.long
@@ -366,7 +349,7 @@ def test_strangers_at_a_workers_port_disturb_nothing(make, pool, whole, tmp_path
     for stranger in strangers:
         stranger.close()
     assert [line for line in notes.lines if "lost the link" in line] == []
-    assert_equal_runs(tmp_path / "run", whole("lora"))
+    assert_same_runs(tmp_path / "run", whole("lora"))
 
 
 def test_a_run_waits_for_a_worker_that_serves_another(make, pool, whole, tmp_path) -> None:
@@ -383,7 +366,7 @@ def test_a_run_waits_for_a_worker_that_serves_another(make, pool, whole, tmp_pat
     notes = Patient()
     train(make("run", [2, 4]), progress=notes)
     assert other.fileno() == -1
-    assert_equal_runs(tmp_path / "run", whole("lora"))
+    assert_same_runs(tmp_path / "run", whole("lora"))
 
 
 # -- stopping -------------------------------------------------------------------------------------
@@ -396,7 +379,7 @@ def test_a_signal_ends_the_run_after_the_step_and_it_resumes(number, make, whole
     assert raised.value.exit_code == 75
     assert "--resume latest" in str(raised.value)
     train(make("run", [2, 4]), resume="latest", progress=Notes())
-    assert_equal_runs(tmp_path / "run", whole("lora"))
+    assert_same_runs(tmp_path / "run", whole("lora"))
 
 
 def test_a_second_signal_stops_at_once(make, tmp_path) -> None:
@@ -436,55 +419,29 @@ def test_ctrl_c_while_a_worker_starts_stops_at_once_and_leaves_none(make) -> Non
 # -- patience -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def slow_worker(pool: Pool) -> Iterator[Callable[[Callable[[], object]], int]]:
-    """Start worker 1 in a thread; it does something in its second step. Gives its port."""
-    over = threading.Event()
-    serving: list[threading.Thread] = []
-
-    def start(act: Callable[[], object]) -> int:
-        (port,) = free_ports(1)
-        config = at_port(Config.from_dict(pool.config(Path("unused"), [3])), port)
-
-        def build(
-            run: Config, specs: Sequence[StageSpec], device: Device, pool: ReusePool
-        ) -> list[Stage]:
-            stages = load_stages(run, specs, device)
-            stage, real, calls = stages[0], stages[0].forward_backward, count(1)
-
-            def slow(*args: Any) -> Any:
-                if next(calls) == 6:
-                    act()
-                return real(*args)
-
-            stage.forward_backward = slow  # type: ignore[method-assign]
-            return stages
-
-        def run() -> None:
-            serve(config, 1, build=build, should_stop=over.is_set)
-
-        serving.append(threading.Thread(target=run, name="slow worker"))
-        serving[0].start()
-        while not is_listening(port):
-            serving[0].join(0.05)
-            assert serving[0].is_alive()
-        return port
-
-    yield start
-    over.set()
-    serving[0].join()
-
-
 @pytest.mark.long
-def test_a_stage_may_compute_for_longer_than_a_link_may_be_silent(
-    make, slow_worker, whole, tmp_path
-) -> None:
-    config = make("run", [3], adapter=None, training=SILENT)
-    notes = Notes()
+def test_a_stage_may_compute_for_longer_than_a_link_may_be_silent(make, whole, tmp_path) -> None:
     longer_than_liveness_s = 4.0
-    train(at_port(config, slow_worker(lambda: time.sleep(longer_than_liveness_s))), progress=notes)
+
+    def build(
+        run: Config, specs: Sequence[StageSpec], device: Device, pool: ReusePool
+    ) -> list[Stage]:
+        stages = load_stages(run, specs, device)
+        stage, real, calls = stages[0], stages[0].forward_backward, count(1)
+
+        def slow(*args: Any) -> Any:
+            if next(calls) == 6:
+                time.sleep(longer_than_liveness_s)
+            return real(*args)
+
+        stage.forward_backward = slow  # type: ignore[method-assign]
+        return stages
+
+    config, notes = with_own_worker(make("run", [3], adapter=None, training=SILENT)), Notes()
+    with serving(config, build=build):
+        train(config, progress=notes)
     assert not any("lost the link" in line for line in notes.lines)
-    assert_equal_runs(tmp_path / "run", whole("full"))
+    assert_same_runs(tmp_path / "run", whole("full"))
 
 
 # -- processes that end ---------------------------------------------------------------------------
@@ -505,7 +462,7 @@ def test_a_worker_that_is_killed_at_the_last_gathering_costs_no_result(
     monkeypatch.setattr(outputs, "export", killed)
     config = with_own_worker(make("run", [2, 4], training={"save_strategy": "epoch"}))
     assert train(config, progress=notes).files["adapter"].is_dir()
-    assert_equal_runs(tmp_path / "run", whole("lora"))
+    assert_same_runs(tmp_path / "run", whole("lora"))
 
 
 @LONG
@@ -525,7 +482,7 @@ def test_a_worker_that_is_told_to_end_hands_over_and_nothing_is_repeated(
     train(with_own_worker(make("run", [2, 4])), progress=notes)
     assert any("worker 1 left (" in line and shown in line for line in notes.lines)
     assert any("(repeats 0 steps)" in line for line in notes.lines)
-    assert_equal_runs(tmp_path / "run", whole("lora"))
+    assert_same_runs(tmp_path / "run", whole("lora"))
 
 
 @LONG
@@ -537,21 +494,13 @@ def test_advice_after_a_lost_worker_works_when_it_is_followed(
     raw = make("run", [2, 4]).to_dict()
     for worker, port in zip(raw["workers"], free_ports(2), strict=True):
         worker["port"] = port
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(raw))
     config = Config.from_dict(raw)
-    command = [sys.executable, "-m", "hetero_framework", "worker", "--config", str(file)]
+    words = ["worker", "--config", written(config, tmp_path), "--worker-id"]
     logs = {i: tmp_path / f"worker-{i}" for i in (1, 2)}
     workers: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(number: int) -> None:
-        with logs[number].open("wb") as output:
-            workers[number] = subprocess.Popen(
-                [*command, "--worker-id", str(number)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        workers[number] = started(logs[number], *words, str(number))
         wait_for(lambda: "listens" in logs[number].read_text(), logs[number])
 
     class Kill(SignalAt):
@@ -585,7 +534,7 @@ def test_advice_after_a_lost_worker_works_when_it_is_followed(
         for worker in workers.values():
             worker.kill()
             worker.wait()
-    assert_equal_runs(tmp_path / "run", whole("lora"))
+    assert_same_runs(tmp_path / "run", whole("lora"))
 
 
 @pytest.mark.long
@@ -610,31 +559,20 @@ def test_workers_of_another_run_of_this_machine_are_not_used(make, tmp_path) -> 
 def test_workers_that_the_command_line_starts_are_not_used_by_another_run(make, tmp_path) -> None:
     """They are started before anything else; they belong to their run nevertheless."""
     config = with_own_worker(make("one", [3], training={"max_steps": 5000}))
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(config.to_dict()))
-    command = [sys.executable, "-m", "hetero_framework", "train", "--config", str(file)]
-    log = tmp_path / "log"
-    with log.open("wb") as output:
-        first = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
-        try:
-            wait_for(lambda: len(steps_of(tmp_path / "one")) >= 2, log)
-            (child,) = psutil.Process(first.pid).children()
-            assert "--run-id" in child.cmdline()
-            second = subprocess.run(
-                [*command, "--output-dir", str(tmp_path / "two")],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=120,
-            )
-            assert first.poll() is None
-        finally:
-            first.kill()
-            first.wait()
-    assert second.returncode == UserError.exit_code, second.stderr
-    assert "it was started by another run of its machine" in second.stderr
+    words = ["train", "--config", written(config, tmp_path)]
+    log, refused = tmp_path / "log", tmp_path / "refused"
+    first = started(log, *words)
+    try:
+        wait_for(lambda: len(steps_of(tmp_path / "one")) >= 2, log)
+        (child,) = psutil.Process(first.pid).children()
+        assert "--run-id" in child.cmdline()
+        second = started(refused, *words, "--output-dir", str(tmp_path / "two"))
+        assert second.wait(120) == UserError.exit_code, refused.read_text()
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.wait()
+    assert "it was started by another run of its machine" in refused.read_text()
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, log)
 
 
@@ -644,7 +582,7 @@ def test_a_short_loss_of_a_link_during_loading_is_recovered(make, proxies, whole
     proxies[2].cuts.append(FrameCut("down", m.Ready, "middle"))
     train(make("cut", [2, 4], proxies), progress=Notes())
     assert not [*proxies[1].cuts, *proxies[2].cuts]
-    assert_equal_runs(tmp_path / "cut", whole("lora"))
+    assert_same_runs(tmp_path / "cut", whole("lora"))
 
 
 @LONG
@@ -660,7 +598,7 @@ def test_a_worker_that_is_frozen_is_killed_and_started_again(
     train(with_own_worker(make("run", [2, 4], training=SILENT)), progress=notes)
     assert any("worker 1 does not answer; its process is killed" in line for line in notes.lines)
     assert not psutil.pid_exists(pids(notes)[0])
-    assert_equal_runs(tmp_path / "run", whole("lora"))
+    assert_same_runs(tmp_path / "run", whole("lora"))
 
 
 @pytest.mark.long
@@ -670,60 +608,38 @@ def test_killing_the_coordinator_ends_its_workers_and_frees_the_others(
     """Worker 1 is the coordinator's child, worker 2 stands by itself and serves the next run."""
     proxies[2].up.delay_s = 0.1  # so that the run is not over too soon
     config = with_own_worker(make("run", [2, 4], proxies))
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(config.to_dict()))
     log = tmp_path / "log"
-    with log.open("wb") as output:
-        coordinator = subprocess.Popen(
-            [sys.executable, "-m", "hetero_framework", "train", "--config", str(file)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            wait_for(lambda: len(steps_of(tmp_path / "run")) >= 4, log)
-            (child,) = psutil.Process(coordinator.pid).children()
-        finally:
-            coordinator.kill()
-            coordinator.wait()
+    coordinator = started(log, "train", "--config", written(config, tmp_path))
+    try:
+        wait_for(lambda: len(steps_of(tmp_path / "run")) >= 4, log)
+        (child,) = psutil.Process(coordinator.pid).children()
+    finally:
+        coordinator.kill()
+        coordinator.wait()
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, log)
     train(make("run", [2, 4]), resume="latest", progress=Notes())
-    assert_equal_runs(tmp_path / "run", whole("lora"))
+    assert_same_runs(tmp_path / "run", whole("lora"))
 
 
 def test_ctrl_c_in_the_terminal_releases_all_workers(make, tmp_path) -> None:
     """The signal goes to the whole group, as a terminal sends it."""
     config = with_own_worker(make("run", [3], training={"max_steps": 5000}))
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(config.to_dict()))
-    log = tmp_path / "log"
-    command = [sys.executable, "-m", "hetero_framework"]
-    with log.open("wb") as output:
-        worker = subprocess.Popen(
-            [*command, "worker", "--config", str(file), "--worker-id", "1"],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        # Else a faster coordinator starts a worker of its own, and this one waits for another run.
-        wait_for(lambda: "listens" in log.read_text(), log)
-        coordinator = subprocess.Popen(
-            [*command, "train", "--role", "coordinator", "--config", str(file)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            wait_for(lambda: len(steps_of(tmp_path / "run")) >= 2, log)
-            os.killpg(coordinator.pid, signal.SIGINT)
-            assert coordinator.wait(timeout=30) == 75, log.read_text()
-            assert worker.wait(timeout=30) == 0, log.read_text()
-        finally:
-            for process in (coordinator, worker):
-                process.kill()
-                process.wait()
-    text = log.read_text()
+    file, own, log = written(config, tmp_path), tmp_path / "worker.log", tmp_path / "log"
+    worker = started(own, "worker", "--config", file, "--worker-id", "1")
+    # Else a faster coordinator starts a worker of its own, and this one waits for another run.
+    wait_for(lambda: "listens" in own.read_text(), own)
+    words = ["train", "--role", "coordinator", "--config", file]
+    coordinator = started(log, *words, start_new_session=True)
+    try:
+        wait_for(lambda: len(steps_of(tmp_path / "run")) >= 2, log)
+        os.killpg(coordinator.pid, signal.SIGINT)
+        assert coordinator.wait(timeout=30) == 75, log.read_text()
+        assert worker.wait(timeout=30) == 0, own.read_text()
+    finally:
+        for process in (coordinator, worker):
+            process.kill()
+            process.wait()
+    text = own.read_text() + log.read_text()
     assert "stopped by SIGINT after step" in text
     assert "Traceback" not in text
     assert list((tmp_path / "run" / "checkpoints").glob("step_*"))

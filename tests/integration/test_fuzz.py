@@ -21,7 +21,7 @@ from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.integration.test_resume import evals
-from tests.pools import NUM_WORKERS, Notes, Pool, read_metrics
+from tests.pools import NUM_WORKERS, Notes, read_metrics
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
@@ -108,23 +108,18 @@ class Breaks(Notes):
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
 )
 def test_any_plan_equals_one_process(
-    seed, broken, pool: Pool, llama: Path, texts: Path, tmp_path: Path, monkeypatch
+    seed, broken, configured, texts: Path, tmp_path: Path, monkeypatch
 ) -> None:
     dice = random.Random(f"{seed} {broken}")
     sections = random_sections(dice)
     padding_free = sections.pop("padding_free")
-    sections["data"] = {
-        "train": str(texts),
-        "eval": str(texts),
-        "max_length": 64,
-        "padding_free": padding_free,
-    }
-    sections["model"] = {"name_or_path": str(llama)}
-    train(Config.from_dict(pool.config(tmp_path / "whole", [], **sections)), progress=Notes())
+    files = {"train": str(texts), "eval": str(texts), "max_length": 64}
+    sections["data"] = {**files, "padding_free": padding_free}
+    train(configured([], "whole", **sections), progress=Notes())
 
     plan = random_plan(dice)
     monkeypatch.setattr(Tuner, "choice", random_choices(dice))
-    raw = pool.config(tmp_path / "cut", [], shard_plan=plan, **sections)
+    raw = configured([], "cut", shard_plan=plan, **sections).to_dict()
     with ExitStack() as stack:
         proxies = []
         for worker in raw["workers"] if broken else []:

@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ import psutil
 import pytest
 import torch
 
-from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import messages as m
 from hetero_framework.core.devices import Device
@@ -37,9 +36,9 @@ from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.models.cut.side import Bundle
 from hetero_framework.trainer.coordinator import train
 from tests.framed import checksum, framed
-from tests.integration.test_parity import LORA, assert_same, weights
-from tests.pools import Notes, Pool, is_listening, read_metrics
-from tests.samples import free_ports, plan_of
+from tests.integration.test_parity import LORA, assert_same_runs
+from tests.pools import Notes, Pool, serving, with_own_worker
+from tests.samples import plan_of
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
@@ -179,23 +178,19 @@ class Begins(Notes):
 
 
 def test_hostile_bytes_are_refused_and_a_run_beside_them_keeps_its_result(
-    pool: Pool, llama: Path, texts: Path, tmp_path: Path
+    pool: Pool, configured: Callable[..., Config], tmp_path: Path
 ) -> None:
-    sections = {
-        "model": {"name_or_path": str(llama)},
-        "data": {"train": str(texts), "max_length": 64},
+    sections: dict[str, Any] = {
         "adapter": LORA,
         "training": {"verify_architecture": False, "num_train_epochs": 6},
     }
-    train(Config.from_dict(pool.config(tmp_path / "whole", [], **sections)), progress=Notes())
+    train(configured([], "whole", **sections), progress=Notes())
     worker = psutil.Process(pool.processes[0].pid)
     stranger = Stranger(pool.machines["workers"][0]["port"], worker)
     stranger.start()
-    raw = pool.config(tmp_path / "cut", [3], **sections)
-    train(Config.from_dict(raw), progress=Begins(stranger))
+    train(configured([3], "cut", **sections), progress=Begins(stranger))
     stranger.join()
-    assert read_metrics(tmp_path / "cut") == read_metrics(tmp_path / "whole")
-    assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+    assert_same_runs(tmp_path / "cut", tmp_path / "whole")
     assert stranger.grown_bytes < MOST_GROWN_BYTES
     assert set(stranger.answers) == {*ROWS, *REFUSED, SLOW}
     for name in ROWS:
@@ -213,24 +208,14 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 @pytest.fixture
-def run_with(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Iterator[Callable]:
+def run_with(configured: Callable[..., Config]) -> Callable[[Change], Notes]:
     """Train with a worker, in a thread, that holds the middle stage and sends, in its third
     micro-batch, what `change` makes of its hidden state."""
-    over = threading.Event()
-    serving: list[threading.Thread] = []
 
     def run(change: Change) -> Notes:
-        raw = pool.config(
-            tmp_path / "run",
-            [],
-            shard_plan=plan_of(("local", 2), (1, 4), ("local", 6)),
-            model={"name_or_path": str(llama)},
-            data={"train": str(texts), "max_length": 64},
-            adapter=LORA,
-            training={"verify_architecture": False, "max_steps": 2, "probe_longest_batch": False},
-        )
-        raw["workers"] = [{**raw["workers"][0], "port": free_ports(1)[0]}]
-        config = Config.from_dict(raw)
+        plan = plan_of(("local", 2), (1, 4), ("local", 6))
+        training = {"verify_architecture": False, "max_steps": 2, "probe_longest_batch": False}
+        config = with_own_worker(configured([], shard_plan=plan, adapter=LORA, training=training))
 
         def build(
             sent: Config, specs: Sequence[StageSpec], device: Device, pool: ReusePool
@@ -245,21 +230,12 @@ def run_with(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Iterator[C
             stage.forward = changed  # type: ignore[method-assign]
             return [stage]
 
-        def work() -> None:
-            serve(config, 1, build=build, keep=True, should_stop=over.is_set)
-
-        serving.append(threading.Thread(target=work, name="worker 1"))
-        serving[0].start()
-        while not is_listening(raw["workers"][0]["port"]):
-            serving[0].join(0.05)
-            assert serving[0].is_alive()
         notes = Notes()
-        train(config, progress=notes)
+        with serving(config, build=build, keep=True):
+            train(config, progress=notes)
         return notes
 
-    yield run
-    over.set()
-    serving[0].join()
+    return run
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import json
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,13 +28,12 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.frames import PREFIX, PREFIX_BYTES, marks_in
 from hetero_framework.core.messages import Message
 from hetero_framework.core.send_queue import CHECKSUM_BYTES
-from hetero_framework.engine.loading import load_stages
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 from hetero_framework.trainer.coordinator import train
 from tests.framed import checksum, framed
-from tests.integration.test_parity import assert_same, weights
-from tests.pools import Notes, Pool, is_listening, read_metrics
-from tests.samples import free_ports
+from tests.integration.test_parity import assert_same_runs
+from tests.pools import Notes, serving, started, with_own_worker
+from tests.samples import plan_of
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left_here")]
 
@@ -124,7 +122,7 @@ def member(llama: Path, texts: Path, tmp_path: Path) -> Iterator[Member]:
     raw = {
         "coordinator": {**machine, "port": 1},
         "workers": [{**machine, "id": 1, "port": listener.getsockname()[1]}],
-        "shard_plan": [{"id": "local", "start": 0, "end": 3}, {"id": 1, "start": 3, "end": 6}],
+        "shard_plan": plan_of(("local", 3), (1, 6)),
         "model": {"name_or_path": str(llama)},
         "data": {"train": str(texts), "max_length": 64},
         "training": {
@@ -137,11 +135,7 @@ def member(llama: Path, texts: Path, tmp_path: Path) -> Iterator[Member]:
     }
     config.write_text(json.dumps(raw))
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "hetero_framework", "train", "--role", "coordinator"]
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [*command, "--config", str(config)], stdout=file, stderr=subprocess.STDOUT
-        )
+    process = started(log, "train", "--role", "coordinator", "--config", str(config))
     made = None
     try:
         made = Member(process, log, listener)
@@ -158,15 +152,16 @@ def member(llama: Path, texts: Path, tmp_path: Path) -> Iterator[Member]:
 
 
 def control_of(data: bytes) -> bytes:
-    header = b"\x83\xa1t\x32\xa1m\x82\xa4name\xa1x\xa4data" + data + b"\xa1x\x90"
+    return frame_of(b"\x83\xa1t\x32\xa1m\x82\xa4name\xa1x\xa4data" + data + b"\xa1x\x90")
+
+
+def frame_of(header: bytes) -> bytes:
     frame = PREFIX.pack(4 + len(header), len(header)) + header
     return frame + checksum([frame])
 
 
 def raw(number: int, fields: Any) -> bytes:
-    header = msgpack.packb({"t": number, "m": fields, "x": []})
-    frame = PREFIX.pack(4 + len(header), len(header)) + header
-    return frame + checksum([frame])
+    return frame_of(msgpack.packb({"t": number, "m": fields, "x": []}))
 
 
 def test_48_mib_of_empty_maps_are_not_made(member: Member) -> None:
@@ -284,27 +279,13 @@ Change = Callable[[Message], list[Message]]
 
 @pytest.fixture
 def run_saying(
-    pool: Pool, llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[Change], Config]]:
+    configured: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
     """Train with a worker that holds the middle stage and says what `change` makes of each of its
     words. All weights are trained and none is drawn: threads of one process share torch's random
     numbers, and both would take theirs from them."""
-    over = threading.Event()
-    serving: list[threading.Thread] = []
     say = Worker.to_coordinator
-
-    def config(name: str, training: dict[str, Any], **sections: Any) -> dict[str, Any]:
-        return pool.config(
-            tmp_path / name,
-            [],
-            model={"name_or_path": str(llama)},
-            data={"train": str(texts), "max_length": 64},
-            training={
-                **{"verify_architecture": False, "max_steps": 3, "probe_longest_batch": False},
-                **training,
-            },
-            **sections,
-        )
+    usual = {"verify_architecture": False, "max_steps": 3, "probe_longest_batch": False}
 
     def run(change: Change, **training: Any) -> None:
         def said(worker: Worker, message: Message, done: Any = None) -> None:
@@ -314,26 +295,19 @@ def run_saying(
             say(worker, last, done)
 
         monkeypatch.setattr(Worker, "to_coordinator", said)
-        plan = [{"id": "local", "start": 0, "end": 2}, {"id": 1, "start": 2, "end": 4}]
-        raw = config("cut", training, shard_plan=[*plan, {"id": "local", "start": 4, "end": 6}])
-        raw["workers"] = [{**raw["workers"][0], "port": free_ports(1)[0]}]
-        made = Config.from_dict(raw)
+        plan = plan_of(("local", 2), (1, 4), ("local", 6))
+        config = configured([], "cut", shard_plan=plan, training={**usual, **training})
+        config = with_own_worker(config)
 
-        def work() -> None:
+        def work(*args: Any, **how: Any) -> None:
             with suppress(HeteroError):
-                serve(made, 1, build=load_stages, keep=True, should_stop=over.is_set)
+                serve(*args, **how)
 
-        serving.append(threading.Thread(target=work, name="worker 1"))
-        serving[0].start()
-        while not is_listening(raw["workers"][0]["port"]):
-            serving[0].join(0.05)
-        train(made, progress=Notes())
+        with serving(config, work, keep=True):
+            train(config, progress=Notes())
 
-    run.whole = lambda: train(Config.from_dict(config("whole", {})), progress=Notes())  # type: ignore[attr-defined]
-    yield run
-    over.set()
-    for thread in serving:
-        thread.join()
+    run.whole = lambda: train(configured([], "whole", training=usual), progress=Notes())  # type: ignore[attr-defined]
+    return run
 
 
 def copied(message: Message, **changes: Any) -> Message:
@@ -386,8 +360,7 @@ def test_messages_of_other_attempts_and_steps_change_nothing(
 ) -> None:
     run_saying.whole()
     run_saying(of_other_attempts)
-    assert read_metrics(tmp_path / "cut") == read_metrics(tmp_path / "whole")
-    assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+    assert_same_runs(tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.fixture
@@ -418,8 +391,7 @@ def test_a_worker_that_stops_reading_in_a_step_is_reconnected(
     run_saying.whole()
     deaf(1)
     run_saying(lambda message: [message], step_timeout_s=3.0)
-    assert read_metrics(tmp_path / "cut") == read_metrics(tmp_path / "whole")
-    assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+    assert_same_runs(tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.mark.long
