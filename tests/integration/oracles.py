@@ -29,6 +29,7 @@ from trl import SFTConfig, SFTTrainer
 
 from hetero_framework.models.rng import forward_seed
 from tests.pools import TRAINING
+from tests.samples import read_jsonl as read_rows
 
 Step = tuple[float, float, float]  # loss, norm of the gradient, learning rate
 Steps = list[Step]
@@ -196,10 +197,6 @@ def tokenized(rows: Path, tokenizer: Any, max_length: int = 64) -> datasets.Data
         ids = tokenizer(row["text"] + tokenizer.eos_token)["input_ids"][:max_length]
         found.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids})
     return datasets.Dataset.from_list(found)
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def assert_agree(ours: Steps, theirs: Steps) -> None:

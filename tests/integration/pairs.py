@@ -39,7 +39,7 @@ from hetero_framework.trainer.coordinator import train
 from tests.extras.stored_formats import writing
 from tests.extras.stored_formats.test_forms import FORMS
 from tests.pools import Notes
-from tests.samples import WORDS, free_ports, save_llama
+from tests.samples import WORDS, free_ports, plan_of, save_llama
 
 Raw = dict[str, Any]
 LAYERS = 2
@@ -247,10 +247,7 @@ class Runs:
             data["eval"] = files[2]
             given = {**_TWICE, **given} if "computed" in settings else given
         cuts = next((PLANS[name] for name in settings if name in PLANS), [("local", LAYERS)])
-        plan = [
-            {"id": owner, "start": start, "end": end}
-            for (owner, end), start in zip(cuts, [0, *(end for _, end in cuts)], strict=False)
-        ]
+        plan = plan_of(*cuts)
         if "offload" in settings:
             plan[0]["offload"] = 1
         used = {stage["id"] for stage in plan}

@@ -4,7 +4,6 @@ numbers."""
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import socket
 import threading
@@ -17,31 +16,26 @@ from typing import Any
 import pytest
 
 from hetero_framework.cluster.direct_links import DirectLinks
-from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config
 from hetero_framework.core import messages as m
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.messages import Message
 from hetero_framework.engine import boundary_io
-from hetero_framework.engine.loading import load_stages
 from hetero_framework.errors import NetworkError
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.framed import framed
-from tests.integration.test_parity import LORA, assert_same, weights
-from tests.pools import Notes, Pool, is_listening, read_metrics
-from tests.samples import free_ports
+from tests.integration.test_parity import LORA, assert_same_runs
+from tests.pools import Notes, Pool, serving, with_own_worker
+from tests.samples import plan_of, read_jsonl
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
-INTERLEAVED = [
-    {"id": owner, "start": start, "end": start + 1}
-    for start, owner in enumerate(["local", 1, 2, "local", 1, 2])
-]
+INTERLEAVED = plan_of(("local", 1), (1, 2), (2, 3), ("local", 4), (1, 5), (2, 6))
 
 
 @pytest.fixture
-def run(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Callable[..., Notes]:
+def run(configured: Callable[..., Config]) -> Callable[..., Notes]:
     """Train into tmp_path/name; what the user read. `through`: ports instead of workers' own."""
 
     def go(
@@ -52,17 +46,9 @@ def run(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Callable[..., N
         **sections: Any,
     ) -> Notes:
         sections.setdefault("adapter", LORA)
-        raw = pool.config(
-            tmp_path / name,
-            cuts,
-            model={"name_or_path": str(llama)},
-            data={"train": str(texts), "max_length": 64},
-            **sections,
-        )
-        raw["workers"] = [
-            {**worker, "port": (through or {}).get(worker["id"], worker["port"])}
-            for worker in raw["workers"]
-        ]
+        raw = configured(cuts, name, **sections).to_dict()
+        for worker in raw["workers"]:
+            worker["port"] = (through or {}).get(worker["id"], worker["port"])
         notes = notes or Notes()
         train(Config.from_dict(raw), progress=notes)
         return notes
@@ -80,13 +66,8 @@ def proxy(pool: Pool):
 
 def relayed_bytes(output: Path) -> int:
     """What the workers' links with the coordinator have carried."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    lines = read_jsonl(output / "metrics.jsonl")
     return sum(stage["bytes_in"] + stage["bytes_out"] for line in lines for stage in line["stages"])
-
-
-def assert_equal(a: Path, b: Path) -> None:
-    assert read_metrics(a) == read_metrics(b)
-    assert_same(weights(a), weights(b))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +79,7 @@ def test_direct_links_carry_the_tensors_and_change_nothing(run, tmp_path, plan) 
     for links in ("relay", "auto", "direct"):
         notes = run(links, cuts, links=links, shard_plan=plan)
         assert not [line for line in notes.lines if "coordinator" in line]
-        assert_equal(tmp_path / links, tmp_path / "whole")
+        assert_same_runs(tmp_path / links, tmp_path / "whole")
     assert relayed_bytes(tmp_path / "direct") < 0.8 * relayed_bytes(tmp_path / "relay")
     assert relayed_bytes(tmp_path / "auto") < 0.8 * relayed_bytes(tmp_path / "relay")
 
@@ -106,9 +87,7 @@ def test_direct_links_carry_the_tensors_and_change_nothing(run, tmp_path, plan) 
 @pytest.mark.long
 def test_a_pair_with_two_boundaries_keeps_its_link(run, tmp_path) -> None:
     """Workers that dialled each other at once closed each other's link in most runs."""
-    plan = [{"id": owner, "start": start, "end": start + 1} for start, owner in enumerate("l1212l")]
-    for entry in plan:
-        entry["id"] = "local" if entry["id"] == "l" else int(entry["id"])
+    plan = plan_of(("local", 1), (1, 2), (2, 3), (1, 4), (2, 5), ("local", 6))
     for attempt in range(10):
         notes = run(
             f"run-{attempt}", [], links="direct", shard_plan=plan, training={"max_steps": 2}
@@ -122,7 +101,7 @@ def test_links_are_chosen_per_boundary(run, tmp_path) -> None:
     run("one", [], links="direct", shard_plan=plan)
     run("both", [], links="direct", shard_plan=INTERLEAVED)
     assert relayed_bytes(tmp_path / "both") < relayed_bytes(tmp_path / "one")
-    assert_equal(tmp_path / "one", tmp_path / "both")
+    assert_same_runs(tmp_path / "one", tmp_path / "both")
 
 
 def test_an_unreachable_worker_is_relayed_to_with_auto_and_refused_with_direct(
@@ -185,7 +164,7 @@ def test_a_direct_link_that_dies_costs_a_repeated_step(
     assert not re.search(r"\(coordinator", line)
     assert any("the link between workers" in line and "is back" in line for line in notes.lines)
     run("whole", [])
-    assert_equal(tmp_path / "cut", tmp_path / "whole")
+    assert_same_runs(tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.mark.long
@@ -207,7 +186,7 @@ def test_a_direct_link_that_falls_silent_is_given_up(run, proxy, tmp_path) -> No
     notes = run("cut", [2, 4], {2: proxy.port}, Hole(), training=training)
     assert any("has been silent" in line for line in notes.lines)
     run("whole", [])
-    assert_equal(tmp_path / "cut", tmp_path / "whole")
+    assert_same_runs(tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.fixture
@@ -234,28 +213,16 @@ def test_all_links_lost_at_once_cost_a_repeated_step(run, switch, tmp_path) -> N
     notes = run("cut", [2, 4], through, Outage(), training={"step_timeout_s": 5.0})
     assert any("go through the coordinator until" in line for line in notes.lines)
     run("whole", [])
-    assert_equal(tmp_path / "cut", tmp_path / "whole")
+    assert_same_runs(tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.fixture
 def worker_here(pool: Pool) -> Iterator[int]:
     """Worker 1 in a thread of this process; its port."""
-    (port,) = free_ports(1)
-    raw = pool.config(Path("unused"), [3])
-    raw["workers"] = [{**raw["workers"][0], "port": port}]
-    config, over = Config.from_dict(raw), threading.Event()
-
-    def work() -> None:
-        serve(config, 1, build=load_stages, should_stop=over.is_set)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    while not is_listening(port):
-        thread.join(0.05)
-        assert thread.is_alive()
-    yield port
-    over.set()
-    thread.join()
+    config = with_own_worker(Config.from_dict(pool.config(Path("unused"), [3])))
+    with serving(config):
+        assert config.workers[0].port is not None
+        yield config.workers[0].port
 
 
 @pytest.mark.long
@@ -286,7 +253,7 @@ def test_a_link_lost_while_tensors_wait_to_be_encoded_changes_nothing(
         notes = run("cut", [2, 4], {1: proxy.port}, **sections)
         assert not proxy.cuts
     assert sum("lost the link to worker 1" in line for line in notes.lines) == 2
-    assert_equal(tmp_path / "cut", tmp_path / "calm")
+    assert_same_runs(tmp_path / "cut", tmp_path / "calm")
 
 
 def test_unknown_connections_at_a_workers_port_are_refused_as_peers(run, pool, tmp_path) -> None:
@@ -316,4 +283,4 @@ def test_unknown_connections_at_a_workers_port_are_refused_as_peers(run, pool, t
         stranger.close()
     assert not [line for line in notes.lines if "lost the link" in line]
     run("whole", [])
-    assert_equal(tmp_path / "cut", tmp_path / "whole")
+    assert_same_runs(tmp_path / "cut", tmp_path / "whole")

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from hetero_framework.core.messages import Message
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.framed import framed
-from tests.pools import Notes, Pool, is_listening
-from tests.samples import free_ports
+from tests.pools import Notes, Pool, is_listening, with_own_worker
+from tests.samples import read_jsonl
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
@@ -34,22 +35,22 @@ def refused(port: int, worker_id: str) -> bytes:
         return sock.recv(1 << 16)
 
 
-def test_events_record_a_run(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> None:
+def test_events_record_a_run(
+    pool: Pool, configured: Callable[..., Config], texts: Path, tmp_path: Path
+) -> None:
     worker = pool.machines["workers"][0]
     data = {"train": str(texts), "eval": str(texts), "max_length": 64}
     training = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_steps": 4}
 
     def run(port: int, resume: str | None = None) -> Notes:
         notes = Notes()
-        raw = pool.config(
-            tmp_path / "run", [3], model={"name_or_path": str(llama)}, data=data, training=training
-        )
-        raw["workers"] = [{**worker, "port": port}]
+        raw = configured([3], data=data, training=training).to_dict()
+        raw["workers"][0]["port"] = port
         train(Config.from_dict(raw), progress=notes, resume=resume)
         return notes
 
     def events(path: Path = tmp_path / "run" / "events.jsonl") -> list[dict[str, Any]]:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return read_jsonl(path)
 
     with FaultProxy((worker["ip"], worker["port"])) as proxy:
         proxy.cuts.append(FrameCut("up", m.Forward, "after"))
@@ -96,11 +97,11 @@ def test_a_strangers_words_are_short_and_harmless_in_a_workers_log(pool: Pool) -
 @pytest.mark.skipif(os.name == "nt", reason="a closed pipe is another error there")
 def test_a_worker_goes_on_after_its_log_is_closed(pool: Pool, tmp_path: Path) -> None:
     """As with `hetero worker 2>&1 | head -1`."""
-    (port,) = free_ports(1)
-    raw = pool.config(tmp_path, [3])
-    raw["workers"] = [{**raw["workers"][0], "port": port}]
+    config = with_own_worker(Config.from_dict(pool.config(tmp_path, [3])))
+    port = config.workers[0].port
+    assert port is not None
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(raw), encoding="utf-8")
+    file.write_text(json.dumps(config.to_dict()), encoding="utf-8")
     process = subprocess.Popen(
         [sys.executable, "-m", "hetero_framework", "worker", "--config", str(file)]
         + ["--worker-id", "1", "--supervised"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,63 +105,53 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model
 
 
+@pytest.fixture
+def agree(losses, chat_model, tmp_path) -> Callable[..., None]:
+    """Train in three stages and with SFTTrainer: the same steps, and the same weights."""
+
+    def compare(
+        rows: Path,
+        data: dict[str, Any],
+        training: dict[str, Any],
+        adapter: Path | None = None,
+        their_rows: Path | None = None,
+    ) -> None:
+        sections = {} if adapter is None else {"adapter": {"init_from": str(adapter)}}
+        sections |= {"model": {"name_or_path": str(chat_model)}, "training": training}
+        ours = losses([2, 4], data={"train": str(rows), **data}, **sections)
+        output, settings = tmp_path / "trl", {**data, **training}
+        theirs, trained = sft_run(chat_model, their_rows or rows, output, adapter, **settings)
+        assert_agree(ours, theirs)
+        assert_close(weights(tmp_path / "run"), trained)
+
+    return compare
+
+
 @pytest.mark.parametrize(
     "case", seldom(CASES, "prompt_completion_whole", "messages_whole", "alpaca")
 )
-def test_agrees_with_sft_trainer(case, losses, chat_model, tmp_path) -> None:
+def test_agrees_with_sft_trainer(case, agree, chat_model, tmp_path) -> None:
     make, settings = CASES[case]
     rows = make(random.Random(1))
-    ours_file = write_jsonl(tmp_path / "rows.jsonl", rows)
-    theirs_file = ours_file
+    theirs = None
     if case == "alpaca":
-        theirs_file = write_jsonl(tmp_path / "pairs.jsonl", as_pairs(rows))
+        theirs = write_jsonl(tmp_path / "pairs.jsonl", as_pairs(rows))
     adapter = save_adapter(chat_model, tmp_path / "adapter")
-    training = {"num_train_epochs": 1}
-    ours = losses(
-        [2, 4],
-        model={"name_or_path": str(chat_model)},
-        data={"train": str(ours_file), **settings},
-        training=training,
-        adapter={"init_from": str(adapter)},
-    )
-    theirs, trained = sft_run(
-        chat_model, theirs_file, tmp_path / "trl", adapter, **settings, **training
-    )
-    assert_agree(ours, theirs)
-    assert_close(weights(tmp_path / "run"), trained)
+    ours = write_jsonl(tmp_path / "rows.jsonl", rows)
+    agree(ours, settings, {"num_train_epochs": 1}, adapter, theirs)
 
 
-def test_three_epochs_of_full_training_agree_with_sft_trainer(losses, chat_model, tmp_path) -> None:
+def test_three_epochs_of_full_training_agree_with_sft_trainer(agree, tmp_path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", conversations(random.Random(2)))
-    settings = {"assistant_only_loss": True}
     training = {"weight_decay": 0.1, "gradient_checkpointing": True}
-    ours = losses(
-        [2, 4],
-        model={"name_or_path": str(chat_model)},
-        data={"train": str(rows), **settings},
-        training=training,
-    )
-    theirs, trained = sft_run(chat_model, rows, tmp_path / "trl", **settings, **training)
-    assert_agree(ours, theirs)
-    assert_close(weights(tmp_path / "run"), trained)
+    agree(rows, {"assistant_only_loss": True}, training)
 
 
 @pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")
-def test_smoothed_labels_of_some_tokens_agree_with_sft_trainer(
-    losses, chat_model, tmp_path
-) -> None:
+def test_smoothed_labels_of_some_tokens_agree_with_sft_trainer(agree, tmp_path) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", pairs(random.Random(5)))
     training = {"label_smoothing_factor": 0.1, "loss_chunk_tokens": 16, "num_train_epochs": 1}
-    ours = losses(
-        [2, 4],
-        model={"name_or_path": str(chat_model)},
-        data={"train": str(rows), "padding_free": True, "max_length": None},
-        training=training,
-    )
-    shared = {"padding_free": True, "max_length": None}
-    theirs, trained = sft_run(chat_model, rows, tmp_path / "trl", **shared, **training)
-    assert_agree(ours, theirs)
-    assert_close(weights(tmp_path / "run"), trained)
+    agree(rows, {"padding_free": True, "max_length": None}, training)
 
 
 def test_a_converted_configuration_agrees_with_sft_trainer(losses, chat_model, tmp_path) -> None:

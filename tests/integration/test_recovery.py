@@ -22,9 +22,9 @@ from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.errors import OutOfMemory, PeerLostError
 from hetero_framework.trainer.coordinator import train
-from tests.integration.test_parity import LORA, assert_same, weights
-from tests.pools import TRAINING, Notes, read_metrics
-from tests.samples import DEVICE, free_ports, plan_of
+from tests.integration.test_parity import LORA, assert_same, assert_same_runs, weights
+from tests.pools import TRAINING, Notes
+from tests.samples import DEVICE, free_ports, plan_of, read_jsonl
 
 pytestmark = [pytest.mark.usefixtures("nothing_left_here")]
 
@@ -119,8 +119,7 @@ def told(place: Path) -> list[str]:
 
 def recorded(output: Path) -> tuple[list[Any], dict[str, Any]]:
     """log_history.jsonl and trainer_state.json without times, the run's name and its place."""
-    text = (output / "log_history.jsonl").read_text()
-    lines = [untimed(json.loads(line)) for line in text.splitlines()]
+    lines = [untimed(line) for line in read_jsonl(output / "log_history.jsonl")]
     state = json.loads((output / "trainer_state.json").read_text())
     state["log_history"] = [untimed(line) for line in state["log_history"]]
     state["best_model_checkpoint"] = Path(state["best_model_checkpoint"]).name
@@ -196,8 +195,7 @@ def test_a_worker_that_is_killed_comes_back_and_the_result_is_the_same(
     notes = Killer(at)
     summary = train(configuration(tmp_path / "run", llama, texts), progress=notes)
     assert summary.steps == 9
-    assert read_metrics(tmp_path / "run") == read_metrics(whole)
-    assert_same(weights(tmp_path / "run"), weights(whole))
+    assert_same_runs(tmp_path / "run", whole)
     assert [line for line in notes.lines if "training goes on after step" in line]
 
 
@@ -210,8 +208,7 @@ def test_a_worker_that_is_killed_in_a_backward_comes_back_and_the_result_is_the_
     notes = Notes()
     train(configuration(tmp_path / "run", llama, texts), progress=notes)
     assert [line for line in notes.lines if "training goes on after step" in line]
-    assert read_metrics(tmp_path / "run") == read_metrics(whole)
-    assert_same(weights(tmp_path / "run"), weights(whole))
+    assert_same_runs(tmp_path / "run", whole)
 
 
 @LONG
@@ -225,8 +222,7 @@ def test_a_stage_that_hangs_is_killed_and_the_result_is_the_same(
     notes = Killer({})
     train(configuration(tmp_path / "run", llama, texts, step_timeout_s=3.0), progress=notes)
     assert any("worker 2 answers nothing and is ended" in line for line in notes.lines)
-    assert read_metrics(tmp_path / "run") == read_metrics(whole)
-    assert_same(weights(tmp_path / "run"), weights(whole))
+    assert_same_runs(tmp_path / "run", whole)
 
 
 @LONG
@@ -255,10 +251,8 @@ def test_f30_out_of_memory_in_any_process_repeats_the_step_exactly(
     points = [f"{process}/{point}" for process, point in lacks.values()]
     monkeypatch.setenv("HETERO_FAILPOINT", ",".join(points))
     train(configuration(tmp_path / "run", llama, texts), progress=Notes())
-    assert read_metrics(tmp_path / "run") == read_metrics(whole)
-    assert_same(weights(tmp_path / "run"), weights(whole))
-    text = (tmp_path / "run" / "events.jsonl").read_text()
-    events = [json.loads(line) for line in text.splitlines()]
+    assert_same_runs(tmp_path / "run", whole)
+    events = read_jsonl(tmp_path / "run" / "events.jsonl")
     told = [e for e in events if e["what"] == "memory ran out"]
     names = {"coordinator": "local", "worker-1": 1, "worker-2": 2}
     assert [(e["step"], e["worker"]) for e in told] == [
@@ -301,5 +295,4 @@ def test_a_coordinator_that_is_killed_goes_on_with_the_same_command(
     again = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "the run that was cut short here goes on after step" in again.stdout + again.stderr
-    assert read_metrics(tmp_path / "run") == read_metrics(whole)
-    assert_same(weights(tmp_path / "run"), weights(whole))
+    assert_same_runs(tmp_path / "run", whole)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hetero_framework.config import Config
-from hetero_framework.data import num_items
+from hetero_framework.data import load_data, load_tokenizer, num_items
 from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer.coordinator import train
-from tests.integration.test_parity import LORA, assert_same, weights
+from hetero_framework.trainer.progress import Progress
+from tests.integration.test_parity import LORA, assert_same_runs
 from tests.pools import Pool, read_metrics
+from tests.samples import read_jsonl
 
 pytestmark = pytest.mark.xdist_group("pool")
 
@@ -34,35 +37,36 @@ def make(pool: Pool, llama: Path, texts: Path, output: Path, cuts: list[int], **
     )
 
 
+@pytest.fixture
+def config(pool, llama, texts, tmp_path) -> Callable[..., Config]:
+    """What `make` makes, into tmp_path / name."""
+    return lambda name, cuts, **sections: make(
+        pool, llama, texts, tmp_path / name, cuts, **sections
+    )
+
+
 def evals(output: Path) -> list[tuple]:
-    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    lines = read_jsonl(output / "metrics.jsonl")
     return [
         (e["step"], e["eval_token_loss"], e["eval_perplexity"]) for e in lines if "eval_loss" in e
     ]
 
 
 @pytest.mark.parametrize("adapter", [LORA, None], ids=["lora", "full"])
-def test_resume_under_other_plans_equals_the_uninterrupted_run(
-    adapter, pool, llama, texts, tmp_path
-) -> None:
-    training = {"eval_steps": 3}
-    train(make(pool, llama, texts, tmp_path / "whole", [3], adapter=adapter, training=training))
+def test_resume_under_other_plans_equals_the_uninterrupted_run(adapter, config, tmp_path) -> None:
+    sections = {"adapter": adapter, "training": {"eval_steps": 3}}
+    train(config("whole", [3], **sections))
     # Stopped after step 5 (of 9, in the middle of the second epoch), then resumed from step 4.
     parts = tmp_path / "parts"
-    first = make(pool, llama, texts, parts, [2, 4], adapter=adapter, training=training)
-    stop_after(first, 5)
-    train(
-        make(pool, llama, texts, parts, [1, 2, 3, 5], adapter=adapter, training=training), resume=4
-    )
-    assert read_metrics(parts) == read_metrics(tmp_path / "whole")
+    stop_after(config("parts", [2, 4], **sections), 5)
+    train(config("parts", [1, 2, 3, 5], **sections), resume=4)
+    assert_same_runs(parts, tmp_path / "whole")
     assert evals(parts) == evals(tmp_path / "whole")
     assert [step for step, _, _ in evals(parts)] == [3, 6, 9]
-    assert_same(weights(parts), weights(tmp_path / "whole"))
 
 
 def stop_after(config: Config, steps: int) -> None:
     """Train and die after so many steps, as a crash would: nothing is saved on the way out."""
-    from hetero_framework.trainer.progress import Progress
 
     class Crash(Exception):
         pass
@@ -77,16 +81,11 @@ def stop_after(config: Config, steps: int) -> None:
         train(config, progress=Bomb())
 
 
-def test_resume_of_an_absent_step_lists_the_complete_ones(pool, llama, texts, tmp_path) -> None:
-    config = make(pool, llama, texts, tmp_path / "run", [3], training={"max_steps": 5})
-    train(config)
-    with pytest.raises(CheckpointError, match="2, 4, 5"):
-        train(config, resume=3)
-
-
-def test_resume_with_other_data_or_settings_is_refused(pool, llama, texts, tmp_path) -> None:
-    train(make(pool, llama, texts, tmp_path / "run", [3], training={"max_steps": 2}))
-    other = make(pool, llama, texts, tmp_path / "run", [3], training={"seed": 7})
+def test_resume_with_other_data_or_settings_is_refused(
+    config, pool, llama, texts, tmp_path
+) -> None:
+    train(config("run", [3], training={"max_steps": 2}))
+    other = config("run", [3], training={"seed": 7})
     with pytest.raises(CheckpointError, match=r"training\.seed was 42, now it is 7"):
         train(other, resume="latest")
     texts2 = tmp_path / "other.jsonl"
@@ -95,67 +94,52 @@ def test_resume_with_other_data_or_settings_is_refused(pool, llama, texts, tmp_p
         train(make(pool, llama, texts2, tmp_path / "run", [3]), resume="latest")
 
 
-def test_checkpoint_needs_no_worker_disk(pool, llama, texts, tmp_path) -> None:
-    config = make(pool, llama, texts, tmp_path / "run", [2, 4], adapter=LORA)
-    train(config)
+def test_checkpoint_needs_no_worker_disk(config, tmp_path) -> None:
+    train(config("run", [2, 4], adapter=LORA))
     steps = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
     assert steps == ["step_6", "step_8", "step_9"]
     files = {p.name for p in (tmp_path / "run" / "checkpoints" / "step_9").iterdir()}
     assert files == {"manifest.json", *(f"stage-{k}.0.safetensors" for k in range(3))}
 
 
-def test_bytes_of_a_step_exclude_resume_and_checkpoints(pool, llama, texts, tmp_path) -> None:
+def test_bytes_of_a_step_exclude_resume_and_checkpoints(config, tmp_path) -> None:
     """Neither the state that a resume loads nor a checkpoint before the step is counted in it."""
 
     def bytes_of(name: str) -> list[int]:
-        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        return [s["bytes_in"] + s["bytes_out"] for line in lines for s in line.get("stages", [])][
-            1::2
-        ]
+        lines = read_jsonl(tmp_path / name / "metrics.jsonl")
+        stages = [stage for line in lines for stage in line.get("stages", [])][1::2]
+        return [stage["bytes_in"] + stage["bytes_out"] for stage in stages]
 
     training = {"max_steps": 3, "save_steps": 1, "eval_strategy": "no"}
-    train(make(pool, llama, texts, tmp_path / "saving", [3], training=training))
-    train(make(pool, llama, texts, tmp_path / "saving", [3], training=training), resume=1)
+    train(config("saving", [3], training=training))
+    train(config("saving", [3], training=training), resume=1)
     plain = {**training, "save_strategy": "no", "save_steps": 500}
-    train(make(pool, llama, texts, tmp_path / "plain", [3], training=plain))
+    train(config("plain", [3], training=plain))
     state = sum(p.stat().st_size for p in (tmp_path / "saving/checkpoints/step_3").glob("stage-1*"))
     differ = [a - b for a, b in zip(bytes_of("saving"), bytes_of("plain"), strict=True)]
     assert max(map(abs, differ)) < state / 20  # pings and confirmations, no state
 
 
-def test_fresh_start_keeps_an_earlier_run(pool, llama, texts, tmp_path) -> None:
-    config = make(pool, llama, texts, tmp_path / "run", [3], training={"max_steps": 2})
-    train(config)
-    train(config)
+def test_fresh_start_keeps_an_earlier_run(config, tmp_path) -> None:
+    for _ in range(2):
+        train(config("run", [3], training={"max_steps": 2}))
     assert (tmp_path / "run" / "previous-1" / "checkpoints" / "step_2" / "manifest.json").exists()
     assert len(read_metrics(tmp_path / "run")) == 2
 
 
-def test_evaluation_leaves_training_alone(pool, llama, texts, tmp_path) -> None:
-    train(
-        make(pool, llama, texts, tmp_path / "with", [3], adapter=LORA, training={"eval_steps": 1})
-    )
-    train(make(pool, llama, texts, tmp_path / "without", [3], adapter=LORA))
+def test_evaluation_leaves_training_alone(config, tmp_path) -> None:
+    train(config("with", [3], adapter=LORA, training={"eval_steps": 1}))
+    train(config("without", [3], adapter=LORA))
     assert read_metrics(tmp_path / "with") == read_metrics(tmp_path / "without")
     assert len(evals(tmp_path / "with")) == 9
 
 
-def test_eval_token_loss_is_the_mean_over_tokens(pool, llama, texts, tmp_path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    from hetero_framework.data import load_data, load_tokenizer
-
-    config = make(
-        pool,
-        llama,
-        texts,
-        tmp_path / "run",
-        [3],
-        training={"max_steps": 1, "eval_on_start": True, "eval_strategy": "steps"},
-    )
-    train(config)
+def test_eval_token_loss_is_the_mean_over_tokens(config, llama, tmp_path) -> None:
+    training = {"max_steps": 1, "eval_on_start": True, "eval_strategy": "steps"}
+    made = config("run", [3], training=training)
+    train(made)
     model = AutoModelForCausalLM.from_pretrained(llama)
-    data = load_data(config, load_tokenizer(config))
+    data = load_data(made, load_tokenizer(made))
     total = items = 0.0
     with torch.no_grad():
         for batch in data.eval_batches():
@@ -165,10 +149,9 @@ def test_eval_token_loss_is_the_mean_over_tokens(pool, llama, texts, tmp_path) -
     assert evals(tmp_path / "run")[0][1] == total / items
 
 
-def test_checkpoints_after_the_resumed_step_step_aside(pool, llama, texts, tmp_path) -> None:
-    config = make(pool, llama, texts, tmp_path / "run", [3], training={"max_steps": 5})
-    train(config)
-    train(config, resume=2)
+def test_checkpoints_after_the_resumed_step_step_aside(config, tmp_path) -> None:
+    for resume in (None, 2):
+        train(config("run", [3], training={"max_steps": 5}), resume=resume)
     kept = {p.name for p in (tmp_path / "run" / "previous-1").iterdir()}
     assert kept == {"step_4", "step_5"}
     now = {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()}

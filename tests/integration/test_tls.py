@@ -8,7 +8,6 @@ import os
 import socket
 import ssl
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ from hetero_framework.trainer.coordinator import train
 from tests.certificates import authority, keys_of
 from tests.fault_proxy import FaultProxy
 from tests.framed import framed
-from tests.pools import TRAINING, Notes, Pool, is_listening, read_metrics, with_end
+from tests.pools import TRAINING, Notes, Pool, is_listening, read_metrics, started, with_end
 from tests.samples import free_ports, plan_of
 from tests.waiting import WAIT_S
 
@@ -64,13 +63,9 @@ class Cluster:
         self.processes = [self._start(i, file, log) for i, log in enumerate(self.logs, 1)]
 
     def _start(self, worker: int, config: Path, log: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "hetero_framework", "worker", "--keep", "--supervised"]
-        command += ["--config", str(config), "--worker-id", str(worker)]
-        command += ["--keys", str(self.keys.path)]
-        with log.open("wb") as output:
-            return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=self.environment
-            )
+        words = ["worker", "--keep", "--supervised", "--config", str(config)]
+        words += ["--worker-id", str(worker), "--keys", str(self.keys.path)]
+        return started(log, *words, stdin=subprocess.PIPE, env=self.environment)
 
     def wait(self) -> None:
         for process, port in zip(self.processes, self.ports, strict=True):
