@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import os
@@ -99,6 +100,16 @@ def save_texts(path: Path, count: int, *, seed: int = 0, longest: int = 24) -> P
 def read_jsonl(path: Path) -> list[Any]:
     """The records of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def module_of(file: Path) -> Any:
+    """A program outside of the package, as a module."""
+    spec = importlib.util.spec_from_file_location(f"program_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # Below the ports that Linux (32768), macOS and Windows (49152) hand out by themselves: a test's

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.pools import read_metrics
-from tests.samples import save_llama, save_tokenizer
+from tests.samples import module_of, save_llama, save_tokenizer
 
 pytestmark = pytest.mark.xdist_group("pool")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "demo_llama8b4bit_distributed.py"
@@ -25,11 +24,7 @@ def test_llama_example_trains_a_tiny_model_stored_in_4_bits(pool, texts, tmp_pat
     model.save_pretrained(quantised)
     save_tokenizer(quantised)
 
-    spec = importlib.util.spec_from_file_location("llama_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = module_of(EXAMPLE)
     here = [("coordinator", pool.machines["coordinator"])]
     here += [(f"workers[{i}]", pool.machines["workers"][i]) for i in range(2)]
     places = [

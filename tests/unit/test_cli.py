@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import re
@@ -28,6 +27,7 @@ from hetero_framework.errors import (
 )
 from hetero_framework.security.access import LOOPBACK_ONLY
 from tests.installed import needs
+from tests.samples import module_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = tuple(registry.names("commands"))
@@ -476,12 +476,7 @@ def test_demo_scripts_start(tmp_path: Path) -> None:
 
 
 def test_llama_demo_takes_another_model_and_cuts_it_over_the_same_machines(tmp_path: Path) -> None:
-    path = ROOT / "examples" / "demo_llama8b4bit_distributed.py"
-    spec = importlib.util.spec_from_file_location("demo_llama", path)
-    assert spec is not None
-    assert spec.loader is not None
-    demo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(demo)
+    demo = module_of(ROOT / "examples" / "demo_llama8b4bit_distributed.py")
     settings = {"model_type": "llama", "num_hidden_layers": 5, "hidden_size": 8}
     settings.update(num_attention_heads=2, intermediate_size=8, vocab_size=16)
     (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -19,7 +19,7 @@ from hetero_framework.cli import build_parser, main
 from hetero_framework.commands.check_report import forecast
 from hetero_framework.config import Config, load_config
 from tests.installed import whole
-from tests.samples import save_texts, save_tokenizer
+from tests.samples import module_of, save_texts, save_tokenizer
 
 pytestmark = whole  # the pages tell of all
 
@@ -279,12 +279,9 @@ def test_the_performance_page_shows_figures_of_check() -> None:
 
 
 def test_configuration_page_is_current() -> None:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
-    assert generate.page() == (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert program("generate").page() == (ROOT / "docs" / "configuration.md").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=name)
@@ -326,12 +323,7 @@ def tracked() -> list[str]:
 
 def program(name: str) -> Any:
     """A program of docs/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(ROOT / "docs" / f"{name}.py")
 
 
 @pytest.mark.parametrize("name", ["tree", "protocol_tables"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.samples import module_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -15,11 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.fixture
 def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(DOCS))
-    spec = importlib.util.spec_from_file_location("lines_of_docs", DOCS / "lines.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_of(DOCS / "lines.py")
     sizes = {"whole": {"heart": 99, "tests": 50}, "shape": {"functions_over_50_lines": 3}}
     monkeypatch.setattr(module, "sizes", lambda: sizes)
     monkeypatch.setattr(module, "BOUNDS", tmp_path / "bounds.toml")

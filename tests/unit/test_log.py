@@ -13,12 +13,9 @@ from pathlib import Path
 import pytest
 
 from hetero_framework import log
+from tests.samples import read_jsonl as read
 
 LOGGER = logging.getLogger("hetero_framework.test")
-
-
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ LLAMA = {
 }
 
 
+Checked = Callable[..., dict[str, Any]]
+
+
 @pytest.fixture
 def raw(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "train.jsonl").write_text('{"text": "ab"}\n', encoding="utf-8")
@@ -43,10 +47,14 @@ def raw(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_check_reports_layers_and_memory_of_each_process(
-    raw: dict[str, Any], tmp_path: Path
-) -> None:
-    found = check(Config.from_dict(raw, tmp_path))
+@pytest.fixture
+def checked(raw: dict[str, Any], tmp_path: Path) -> Checked:
+    """What is found of the configuration as it is then, with these sections in place of its own."""
+    return lambda **sections: check(Config.from_dict({**raw, **sections}, tmp_path))
+
+
+def test_check_reports_layers_and_memory_of_each_process(checked: Checked) -> None:
+    found = checked()
     coordinator, worker = found["processes"]
     assert [stage["index"] for stage in coordinator["stages"]] == [0, 2]
     assert [stage["index"] for stage in worker["stages"]] == [1]
@@ -63,8 +71,8 @@ def test_check_reports_layers_and_memory_of_each_process(
     json.dumps(found)
 
 
-def test_report_is_a_table_with_layers(raw: dict[str, Any], tmp_path: Path) -> None:
-    shown = text(check(Config.from_dict(raw, tmp_path)))
+def test_report_is_a_table_with_layers(checked: Checked) -> None:
+    shown = text(checked())
     assert "The configuration is valid: llama with 4 layers on 2 processes." in shown
     rows = [line.split("  ") for line in shown.splitlines() if "port" in line]
     assert "embedding, layer 3 + head" in [cell.strip() for cell in rows[0]]
@@ -74,13 +82,13 @@ def test_report_is_a_table_with_layers(raw: dict[str, Any], tmp_path: Path) -> N
 
 @needs("classification")
 def test_report_names_an_objective_that_is_not_the_usual_one(
-    raw: dict[str, Any], tmp_path: Path
+    raw: dict[str, Any], tmp_path: Path, checked: Checked
 ) -> None:
-    assert check(Config.from_dict(raw, tmp_path))["objective"] == "sft"
+    assert checked()["objective"] == "sft"
     rows = '{"text": "ab", "label": "good"}\n{"text": "b", "label": "bad"}\n'
     (tmp_path / "train.jsonl").write_text(rows, encoding="utf-8")
     raw["training"]["objective"] = "classification"
-    shown = text(check(Config.from_dict(raw, tmp_path)))
+    shown = text(checked())
     assert "llama with 4 layers on 2 processes, to learn with classification." in shown
     assert "labels: 2 (bad, good), single_label_classification" in shown
 
@@ -88,7 +96,7 @@ def test_report_names_an_objective_that_is_not_the_usual_one(
 @needs("preferences")
 @pytest.mark.parametrize("plan", ["given", "auto"])
 def test_an_objective_that_does_not_fit_is_refused_on_any_machine(
-    plan: str, raw: dict[str, Any], tmp_path: Path
+    plan: str, raw: dict[str, Any], tmp_path: Path, checked: Checked
 ) -> None:
     pair = '{"prompt": "a", "chosen": "b", "rejected": "ab"}\n'
     (tmp_path / "train.jsonl").write_text(pair, encoding="utf-8")
@@ -97,23 +105,11 @@ def test_an_objective_that_does_not_fit_is_refused_on_any_machine(
     if plan == "auto":
         raw["shard_plan"] = "auto"
     with pytest.raises(ConfigError, match="without a new adapter no step can ask"):
-        check(Config.from_dict(raw, tmp_path))
-    check(Config.from_dict({**raw, "adapter": {}}, tmp_path))
+        checked()
+    checked(adapter={})
 
 
-def test_plan_that_does_not_fit_the_model_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
-    raw["shard_plan"][2]["end"] = 5
-    with pytest.raises(PlanError, match="covers 5 layers, but the model has 4"):
-        check(Config.from_dict(raw, tmp_path))
-
-
-def test_absent_data_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
-    raw["data"]["train"] = "absent.jsonl"
-    with pytest.raises(DataError, match=r"absent\.jsonl"):
-        check(Config.from_dict(raw, tmp_path))
-
-
-@pytest.mark.parametrize("shard_plan", ["given", "auto"])
+@pytest.mark.parametrize("plan", [{}, {"shard_plan": "auto"}], ids=["given", "auto"])
 @pytest.mark.parametrize(
     ("rows", "changes", "message"),
     [
@@ -124,43 +120,57 @@ def test_absent_data_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
     ],
 )
 def test_check_refuses_data_that_train_would_refuse(
-    raw: dict[str, Any], tmp_path: Path, rows: str, changes: dict, message: str, shard_plan: str
+    checked: Checked, tmp_path: Path, rows: str, changes: dict, message: str, plan: dict
 ) -> None:
     (tmp_path / "train.jsonl").write_text(rows, encoding="utf-8")
-    raw["data"].update(changes)
-    if shard_plan == "auto":
-        raw["shard_plan"] = "auto"
     with pytest.raises(DataError, match=message):
-        check(Config.from_dict(raw, tmp_path))
+        checked(data={"train": "train.jsonl", **changes}, **plan)
 
 
-def test_check_refuses_data_that_do_not_fit_model_or_batch(
-    raw: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("section", "changed", "error", "message"),
+    [
+        (
+            "shard_plan",
+            plan_of(("local", 0), (1, 3), ("local", 5)),
+            PlanError,
+            "covers 5 layers, but the model has 4",
+        ),
+        ("data", {"train": "absent.jsonl"}, DataError, r"absent\.jsonl"),
+        (
+            "model",
+            {"from_config": {**LLAMA, "vocab_size": 20}, "tokenizer": "tokenizer"},
+            DataError,
+            r"train\.jsonl:1: token .* the model has only 20 embeddings",
+        ),
+        (
+            "training",
+            {"dataloader_drop_last": True, "per_device_train_batch_size": 2},
+            DataError,
+            "1 examples do not fill one micro-batch of 2",
+        ),
+    ],
+    ids=["more layers", "no data", "fewer embeddings", "fewer examples"],
+)
+def test_check_refuses_parts_that_do_not_fit_or_are_absent(
+    section: str, changed: Any, error: type[Exception], message: str, checked: Checked
 ) -> None:
-    raw["model"]["from_config"] = {**LLAMA, "vocab_size": 20}
-    with pytest.raises(
-        DataError, match=r"train\.jsonl:1: token .* the model has only 20 embeddings"
-    ):
-        check(Config.from_dict(raw, tmp_path))
-    raw["model"]["from_config"] = LLAMA
-    raw["training"].update(dataloader_drop_last=True, per_device_train_batch_size=2)
-    with pytest.raises(DataError, match="1 examples do not fill one micro-batch of 2"):
-        check(Config.from_dict(raw, tmp_path))
+    with pytest.raises(error, match=message):
+        checked(**{section: changed})
 
 
 def test_large_data_are_checked_by_their_first_examples(
-    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: Checked
 ) -> None:
     monkeypatch.setattr("hetero_framework.commands.check_report.MOST_EXAMPLES", 3)
     (tmp_path / "train.jsonl").write_text('{"text": "ab"}\n' * 3, encoding="utf-8")
-    notes = check(Config.from_dict(raw, tmp_path))["notes"]
+    notes = checked()["notes"]
     assert not any("looked at" in note for note in notes)
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write('{"text": "ab"}\n{"text": 3}\n')
-    config = Config.from_dict(raw, tmp_path)
-    assert "train: only the first 3 examples were looked at" in check(config)["notes"]
+    assert "train: only the first 3 examples were looked at" in checked()["notes"]
     with pytest.raises(DataError, match=r"train\.jsonl:5: the field text must be a string"):
-        prepare(config)
+        prepare(Config.from_dict(raw, tmp_path))
 
 
 CHAT = [
@@ -222,25 +232,23 @@ def test_show_marks_the_text_in_the_loss(chat: Path, capsys: pytest.CaptureFixtu
 
 
 def test_device_that_is_too_small_or_absent_is_a_warning(
-    raw: dict[str, Any], tmp_path: Path
+    raw: dict[str, Any], checked: Checked
 ) -> None:
     raw["workers"][0]["device"] = "xpu:7"
     raw["training"]["per_device_train_batch_size"] = 10**7
-    notes = [
-        line for line in text(check(Config.from_dict(raw, tmp_path))).splitlines() if ": " in line
-    ]
+    notes = [line for line in text(checked()).splitlines() if ": " in line]
     assert any(
         line.startswith("Warning: worker 1: this machine has no device 'xpu:7'") for line in notes
     )
     assert "Warning: cpu of this machine has too little free memory" in notes
 
 
-def test_seed_format_is_checked_without_a_model(raw: dict[str, Any], tmp_path: Path) -> None:
+def test_seed_format_is_checked_without_a_model(raw: dict[str, Any], checked: Checked) -> None:
     raw.pop("model")
     raw.pop("data")
     raw["coordinator"]["ip"] = "192.0.2.77"
     raw["workers"][0]["ip"] = "192.0.2.78"
-    found = check(Config.from_dict(raw, tmp_path))
+    found = checked()
     shown = text(found)
     assert "a model with 4 layers" in shown
     assert "This machine: has no role in this configuration." in shown
@@ -274,7 +282,7 @@ def plan(owners: list[Any], layers_each: int = 2, **training: Any) -> Config:
 
 
 def test_quantised_weights_on_a_device_without_4_bits_are_refused_by_name(
-    raw: dict[str, Any], tmp_path: Path
+    raw: dict[str, Any], tmp_path: Path, checked: Checked
 ) -> None:
     fields = {**LLAMA, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     LlamaForCausalLM(LlamaConfig(**LLAMA)).to(torch.bfloat16).save_pretrained(tmp_path / "model")
@@ -284,11 +292,11 @@ def test_quantised_weights_on_a_device_without_4_bits_are_refused_by_name(
     raw["workers"][0]["device"] = "musa"
     for plan in (raw["shard_plan"], "auto"):
         with pytest.raises(ConfigError) as caught:
-            check(Config.from_dict({**raw, "shard_plan": plan}, tmp_path))
+            checked(shard_plan=plan)
         assert caught.value.message.startswith("worker 1 cannot hold quantised weights: the inst")
         assert 'set "quantization": "none"' in str(caught.value.hint)
     raw["workers"][0]["quantization"] = "none"
-    found = check(Config.from_dict(raw, tmp_path))
+    found = checked()
     assert [process["weights"] for process in found["processes"]] == ["nf4", "none"]
     small, large = (process["stages"] for process in found["processes"])
     # nf4 of embedding, one layer and head against three layers in bfloat16.
@@ -299,18 +307,18 @@ def test_quantised_weights_on_a_device_without_4_bits_are_refused_by_name(
     (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
     raw["model"]["quantization"] = None
     with pytest.raises(ConfigError, match="worker 1 is to hold 'none', but the checkpoint is"):
-        check(Config.from_dict(raw, tmp_path))
+        checked()
 
 
 def test_check_reports_the_memory_that_checkpointing_saves(
-    raw: dict[str, Any], tmp_path: Path
+    raw: dict[str, Any], checked: Checked
 ) -> None:
     raw["training"] |= {"gradient_checkpointing": True, "per_device_train_batch_size": 4}
-    always = check(Config.from_dict(raw, tmp_path))["processes"]
+    always = checked()["processes"]
     raw["training"]["gradient_checkpointing"] = False
-    never = check(Config.from_dict(raw, tmp_path))["processes"]
+    never = checked()["processes"]
     raw["training"]["gradient_checkpointing"] = "auto"
-    found = check(Config.from_dict(raw, tmp_path))
+    found = checked()
     for auto, on, off in zip(found["processes"], always, never, strict=True):
         assert auto["memory_bytes"] == off["memory_bytes"]
         assert auto["memory_recomputing_bytes"] == on["memory_bytes"]
@@ -321,7 +329,7 @@ def test_check_reports_the_memory_that_checkpointing_saves(
 
 @needs("host_memory")
 def test_check_reports_host_memory_and_where_there_is_none(
-    raw: dict[str, Any], tmp_path: Path
+    raw: dict[str, Any], checked: Checked
 ) -> None:
     raw |= {"adapter": {"r": 2}}
     raw["coordinator"]["device"] = "cpu"
@@ -329,11 +337,11 @@ def test_check_reports_host_memory_and_where_there_is_none(
     worker |= {"ip": "10.0.0.9", "device": "cuda:0"}
     raw["training"] |= {"offload_optimizer": True}
     raw["shard_plan"] = plan_of(("local", 0), (1, 4))
-    before = check(Config.from_dict(raw, tmp_path))["processes"][1]
+    before = checked()["processes"][1]
     raw["shard_plan"][1]["offload"] = "auto"
-    auto = check(Config.from_dict(raw, tmp_path))
+    auto = checked()
     raw["shard_plan"][1]["offload"] = 4
-    found = check(Config.from_dict(raw, tmp_path))
+    found = checked()
     here, there = found["processes"]
     layers = there["host_bytes"] - before["host_bytes"]
     assert (here["host_bytes"], layers > 0) == (0, True)
@@ -350,12 +358,12 @@ def test_check_reports_host_memory_and_where_there_is_none(
     assert "stage 0 copies" not in said
     worker["device"] = "mps"
     with pytest.raises(DeviceError, match=r"shard_plan\[1\]\.offload: .* as for worker 1"):
-        check(Config.from_dict(raw, tmp_path))
+        checked()
 
 
-def test_plan_that_is_left_to_the_run_is_explained(raw: dict[str, Any], tmp_path: Path) -> None:
+def test_plan_that_is_left_to_the_run_is_explained(raw: dict[str, Any], checked: Checked) -> None:
     raw["shard_plan"] = "auto"
-    found = check(Config.from_dict(raw, tmp_path))
+    found = checked()
     assert found["layers"] == 4
     assert [process["name"] for process in found["processes"]] == ["coordinator", "worker 1"]
     said = text(found)
@@ -424,20 +432,18 @@ def test_forecast_takes_the_configured_window() -> None:
     assert found["bubble"] > free["bubble"] + 0.2
 
 
-def test_report_says_how_busy_the_devices_will_be(raw: dict[str, Any], tmp_path: Path) -> None:
+def test_report_says_how_busy_the_devices_will_be(raw: dict[str, Any], checked: Checked) -> None:
     raw.pop("model")
-    shown = text(check(Config.from_dict(raw, tmp_path)))
+    shown = text(checked())
     assert "A step of 8 micro-batches, 2 stages per process: devices idle " in shown
     assert "under way; stages store up to" in shown
     raw["training"]["gradient_accumulation_steps"] = 1
-    assert "a larger training.gradient_accumulation_steps" in text(
-        check(Config.from_dict(raw, tmp_path))
-    )
+    assert "a larger training.gradient_accumulation_steps" in text(checked())
 
 
-def test_one_process_has_no_forecast(raw: dict[str, Any], tmp_path: Path) -> None:
+def test_one_process_has_no_forecast(raw: dict[str, Any], checked: Checked) -> None:
     raw["workers"], raw["shard_plan"] = [], [{"id": "local", "start": 0, "end": 4}]
-    found = check(Config.from_dict(raw, tmp_path))
+    found = checked()
     assert found["schedule"]["bubble"] == 0.0
     shown = text(found)
     assert "idle" not in shown

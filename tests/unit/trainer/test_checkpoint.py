@@ -335,12 +335,6 @@ def test_read_verifies_a_file_on_first_use(store: CheckpointStore) -> None:
         list(reader.read(["weights/b"]))
 
 
-def test_renamed_checkpoint_is_refused(store: CheckpointStore) -> None:
-    save(store, 1).rename(store.root / "step_9")
-    with pytest.raises(CheckpointError, match="holds the checkpoint of step 1"):
-        store.resolve(9)
-
-
 def test_manifest_cannot_name_a_file_elsewhere(store: CheckpointStore) -> None:
     directory = save(store, 1)
     path = directory / "manifest.json"

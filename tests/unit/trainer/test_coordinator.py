@@ -34,26 +34,16 @@ from hetero_framework.trainer import (
     signals,
 )
 from hetero_framework.trainer.coordinator import Coordinator, sample_mean, train
-from hetero_framework.trainer.progress import Progress
 from hetero_framework.trainer.replica_group import StepPart
 from hetero_framework.trainer.train_state import TrainState
 from tests.alone import Alone
 from tests.installed import needs
-from tests.samples import save_texts
-
-
-class Notes(Progress):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def message(self, text: str) -> None:
-        self.lines.append(text)
+from tests.pools import Notes
+from tests.samples import read_jsonl, save_texts
 
 
 def lines_of(config: Config) -> list[dict[str, Any]]:
-    text = (config.output_dir / "metrics.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    return read_jsonl(config.output_dir / "metrics.jsonl")
 
 
 def steps_saved(config: Config) -> list[str]:
@@ -73,9 +63,13 @@ class Failing:
         return self.real(path, *args, **kwargs)
 
 
+def fail_mkdir(monkeypatch: pytest.MonkeyPatch, config: Config, times: int, code: int) -> None:
+    """No directory can be made below that of the checkpoints, so many times."""
+    failing = Failing(Path.mkdir, times, code, config.checkpoints)
+    monkeypatch.setattr(Path, "mkdir", lambda *a, **k: failing(*a, **k))
+
+
 SAVING = {"save_strategy": "steps", "save_steps": 1}
-
-
 CODES = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES, errno.ESTALE)
 OFTEN = [("mkdir", errno.EROFS), ("rename", errno.ENOSPC)]
 
@@ -93,9 +87,7 @@ def test_a_save_that_fails_twice_does_not_end_the_run(
 ) -> None:
     config, notes = alone(training=SAVING), Notes()
     if operation == "mkdir":
-        real = Path.mkdir
-        failing = Failing(real, 2, code, config.checkpoints)
-        monkeypatch.setattr(Path, "mkdir", lambda *a, **k: failing(*a, **k))
+        fail_mkdir(monkeypatch, config, 2, code)
     else:
         failing = Failing(os.replace, 2, code, config.checkpoints)
         monkeypatch.setattr(files.os, "replace", failing)
@@ -109,9 +101,7 @@ def test_the_third_failed_save_in_a_row_ends_the_run_with_code_6(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = alone(training=SAVING)
-    real = Path.mkdir
-    failing = Failing(real, 100, errno.EIO, config.checkpoints)
-    monkeypatch.setattr(Path, "mkdir", lambda *a, **k: failing(*a, **k))
+    fail_mkdir(monkeypatch, config, 100, errno.EIO)
     with pytest.raises(ResourceError, match="cannot write a checkpoint") as raised:
         train(config)
     assert raised.value.exit_code == 6
@@ -163,8 +153,7 @@ def test_an_export_that_fails_leaves_a_checkpoint_and_the_advice_works(
     with monkeypatch.context() as patch:
         patch.setattr(outputs, "export", refuse)
         if checkpoints_fail:
-            failing = Failing(Path.mkdir, 100, errno.ENOSPC, config.checkpoints)
-            patch.setattr(Path, "mkdir", lambda *a, **k: failing(*a, **k))
+            fail_mkdir(patch, config, 100, errno.ENOSPC)
         with pytest.raises(ResourceError, match="the result could not be written") as raised:
             train(config)
     assert len(list(temporary.glob("*/step_4"))) == checkpoints_fail
@@ -200,8 +189,7 @@ def test_a_failed_last_checkpoint_does_not_keep_the_result_from_being_written(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = alone(training={"save_strategy": "epoch", "max_steps": 2})
-    failing = Failing(Path.mkdir, 100, errno.ENOSPC, config.checkpoints)
-    monkeypatch.setattr(Path, "mkdir", lambda *a, **k: failing(*a, **k))
+    fail_mkdir(monkeypatch, config, 100, errno.ENOSPC)
     assert train(config).files["model"].is_dir()
 
 
@@ -296,9 +284,8 @@ def test_a_stop_with_a_full_disk_saves_elsewhere_and_the_advice_works(
 
     monkeypatch.setattr(Coordinator, "train_step", step)
     config = alone()
-    failing = Failing(Path.mkdir, 100, errno.ENOSPC, config.checkpoints)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "mkdir", lambda *a, **k: failing(*a, **k))
+        fail_mkdir(patch, config, 100, errno.ENOSPC)
         with pytest.raises(StoppedEarly, match="SIGTERM after step 1") as raised:
             train(config)
     monkeypatch.undo()

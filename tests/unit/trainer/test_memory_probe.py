@@ -22,7 +22,8 @@ from hetero_framework.trainer.memory_probe import probe_longest_batch
 from hetero_framework.trainer.train_state import TrainState
 from tests.alone import Alone
 from tests.installed import needs
-from tests.samples import WORDS, save_llama
+from tests.pools import read_metrics
+from tests.samples import WORDS, read_jsonl, save_llama
 
 SHAPES = {
     "torch": torch.OutOfMemoryError(
@@ -63,10 +64,11 @@ def late(alone: Alone, tmp_path: Path) -> Alone:
     return config
 
 
-def numbers(config: Config) -> list[tuple[float, ...]]:
-    text = (config.output_dir / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
-    return [(line["loss"], line["grad_norm"], line["learning_rate"]) for line in lines]
+def assert_same_results(run: Config, other: Config) -> None:
+    assert read_metrics(run.output_dir) == read_metrics(other.output_dir)
+    one, two = (load_file(config.result_dir / "model.safetensors") for config in (run, other))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def runs_of(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
@@ -90,10 +92,7 @@ def test_the_probe_changes_no_number_of_a_run(late: Alone, monkeypatch: pytest.M
     assert seen[0] == [max(max(step) for step in seen[1:])]
     train(plain)
     assert seen[5:] == seen[1:5]
-    assert numbers(probed) == numbers(plain)
-    one, other = (load_file(c.result_dir / "model.safetensors") for c in (probed, plain))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert one.keys() == other.keys()
+    assert_same_results(probed, plain)
 
 
 def test_a_resumed_run_probes_the_remaining_micro_batches(
@@ -156,12 +155,14 @@ def test_f30_a_lack_of_memory_comes_before_the_first_step_with_numbers(
     config = late("run")
     with pytest.raises(OutOfMemory) as raised:
         train(config)
-    text = str(raised.value)
     assert raised.value.exit_code == 6
-    assert "the longest micro-batch of the run, 2 x " in text
-    assert "stage 0, forward of micro-batch 0: memory ran out on cpu, " in text
-    assert "it needs at least 23.0 GiB of 22.0 GiB" in text
-    assert "try per_device_train_batch_size 1 with gradient_accumulation_steps 4" in text
+    for text in (
+        "the longest micro-batch of the run, 2 x ",
+        "stage 0, forward of micro-batch 0: memory ran out on cpu, ",
+        "it needs at least 23.0 GiB of 22.0 GiB",
+        "try per_device_train_batch_size 1 with gradient_accumulation_steps 4",
+    ):
+        assert text in str(raised.value)
     assert not (config.output_dir / "metrics.jsonl").exists()
 
 
@@ -192,12 +193,9 @@ def test_f30_a_later_lack_of_memory_repeats_the_step_exactly(
     train(plain)
     short_of_memory(monkeypatch, SHAPES["CPU"], tokens=30, times=1)
     train(short)
-    assert numbers(short) == numbers(plain)
-    one, other = (load_file(c.result_dir / "model.safetensors") for c in (plain, short))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    events = (short.output_dir / "events.jsonl").read_text().splitlines()
-    lacks = [event for event in map(json.loads, events) if event["what"] == "memory ran out"]
-    [lack] = lacks
+    assert_same_results(short, plain)
+    events = read_jsonl(short.output_dir / "events.jsonl")
+    [lack] = [event for event in events if event["what"] == "memory ran out"]
     assert (lack["step"], lack["worker"], lack["action"]) == (4, "local", "step repeated")
     assert "stage 0, forward of micro-batch 1: memory ran out on cpu" in lack["text"]
 

@@ -41,6 +41,13 @@ def save(config: Config, step: int) -> None:
         writer.commit({})
 
 
+def placed(setting: str, place: Path) -> dict[str, Any]:
+    """The sections in which this setting of a directory is `place`."""
+    if setting == "checkpoint_dir":
+        return {"checkpoint_dir": str(place)}
+    return {"training": {setting: str(place), "report_to": "tensorboard"}}
+
+
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
 
@@ -119,20 +126,12 @@ def test_only_own_tensorboard_events_are_moved(alone: Alone, tmp_path: Path, whe
 def test_a_directory_in_use_is_refused_by_its_setting(
     alone: Alone, tmp_path: Path, setting: str
 ) -> None:
-    shared = str(tmp_path / "shared")
-
-    def config(name: str) -> Config:
-        if setting == "checkpoint_dir":
-            return alone(name, checkpoint_dir=shared)
-        training = {setting: shared, "report_to": "tensorboard"}
-        return alone(name, training=training)
-
-    refused = pytest.raises(
-        ConfigError, match=rf"{setting}: process {os.getpid()} on .* is writing"
-    )
-    with entered(config("one")), refused, entered(config("two")):
+    sections = placed(setting, tmp_path / "shared")
+    one, two = alone("one", **sections), alone("two", **sections)
+    said = rf"{setting}: process {os.getpid()} on .* is writing"
+    with entered(one), pytest.raises(ConfigError, match=said), entered(two):
         pass
-    with entered(config("two")):
+    with entered(two):
         pass
 
 
@@ -141,17 +140,9 @@ def test_a_directory_inside_a_running_output_dir_is_in_use(
     alone: Alone, tmp_path: Path, setting: str
 ) -> None:
     """The other run has no checkpoint there yet: nothing but its lock says whose it is."""
-    inside = str(tmp_path / "one" / "checkpoints")
-    training = {"logging_dir": inside, "report_to": "tensorboard"}
-    two = (
-        alone("two", checkpoint_dir=inside)
-        if setting == "checkpoint_dir"
-        else alone("two", training=training)
-    )
-    refused = pytest.raises(
-        ConfigError, match=rf"{setting}: process {os.getpid()} on .* into .*one"
-    )
-    with entered(alone("one")), refused, entered(two):
+    two = alone("two", **placed(setting, tmp_path / "one" / "checkpoints"))
+    said = rf"{setting}: process {os.getpid()} on .* into .*one"
+    with entered(alone("one")), pytest.raises(ConfigError, match=said), entered(two):
         pass
     with entered(two):
         pass
@@ -162,14 +153,8 @@ def test_a_directory_that_is_a_file_is_refused_by_its_setting(
     alone: Alone, tmp_path: Path, setting: str
 ) -> None:
     (tmp_path / "file").write_text("x")
-    place = str(tmp_path / "file")
-    config = (
-        alone(checkpoint_dir=place)
-        if setting == "checkpoint_dir"
-        else alone(training={setting: place, "report_to": "tensorboard"})
-    )
     refused = pytest.raises(ConfigError, match=rf"{setting}: cannot write into .*it is a file")
-    with refused, entered(config):
+    with refused, entered(alone(**placed(setting, tmp_path / "file"))):
         pass
 
 
@@ -177,8 +162,6 @@ def test_a_directory_that_is_a_file_is_refused_by_its_setting(
 def test_a_directory_is_probed_with_a_runs_own_operations(
     alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
-
-    elsewhere = tmp_path / "elsewhere"
     module = outputs.tempfile if operation == "mkdtemp" else os
     real = getattr(module, operation)
 
@@ -189,7 +172,7 @@ def test_a_directory_is_probed_with_a_runs_own_operations(
 
     monkeypatch.setattr(module, operation, refuse)
     refused = pytest.raises(ConfigError, match=r"checkpoint_dir: cannot write .*Read-only file")
-    with refused, entered(alone(checkpoint_dir=str(elsewhere))):
+    with refused, entered(alone(checkpoint_dir=str(tmp_path / "elsewhere"))):
         pass
 
 
@@ -205,12 +188,8 @@ def test_the_base_model_is_no_place_to_write_into(
     base = tmp_path / "run" / "model" if setting == "result" else tmp_path / "base"
     base.mkdir(parents=True)
     (base / "config.json").write_text("{}")
-    sections = {
-        "output_dir": {"training": {"output_dir": str(base / ".." / "base")}},
-        "result": {},
-        "checkpoint_dir": {"checkpoint_dir": str(base)},
-        "logging_dir": {"training": {"logging_dir": str(base), "report_to": "tensorboard"}},
-    }[setting]
+    place = base / ".." / "base" if setting == "output_dir" else base
+    sections = {} if setting == "result" else placed(setting, place)
     config = alone(model={"name_or_path": str(base)}, **sections)
     refused = pytest.raises(ConfigError, match=r"directory of its base model.*\n.*--output-dir")
     with refused, entered(config):

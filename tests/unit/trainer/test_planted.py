@@ -24,7 +24,7 @@ from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointStore, durab
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.metrics import StepLines
 from hetero_framework.trainer.outputs import OWNER_FILE, RunDirectories
-from hetero_framework.trainer.progress import Progress
+from tests import pools
 from tests.alone import Alone
 from tests.installed import needs
 from tests.planting import STRANGER, plant
@@ -37,17 +37,13 @@ FILE = "stage-0.0.safetensors"
 ADAPTER = {"r": 4, "target_modules": "all-linear"}
 
 
-class Notes(Progress):
+class Notes(pools.Notes):
     """What was said; the run is told to stop after a step."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         super().__init__()
-        self.lines: list[str] = []
         self.steps: list[int] = []
         self.stop_after = stop_after
-
-    def message(self, text: str) -> None:
-        self.lines.append(text)
 
     def step(self, line: dict[str, Any]) -> None:
         self.steps.append(line["step"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from hetero_framework.trainer.replica_group import CountItems, Single, StepPart
 from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 from tests.alone import Alone
+from tests.samples import read_jsonl
 
 
 class Recorded(Single):
@@ -111,8 +111,7 @@ def run(
     monkeypatch.setattr(coordinator, "Single", lambda: group)
     config = alone(name, training=training)
     train(config)
-    text = (config.output_dir / "metrics.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    return read_jsonl(config.output_dir / "metrics.jsonl")
 
 
 def weights(output: Path) -> dict[str, torch.Tensor]:
