@@ -98,8 +98,7 @@ def edited(file: str, **fields: Any) -> dict[str, Any]:
     def edit(folder: Path) -> None:
         path = folder / "model" / file
         known = json.loads(path.read_text()) if path.exists() else {}
-        merged = {k: v for k, v in {**known, **fields}.items() if v is not None}
-        path.write_text(json.dumps(merged))
+        path.write_text(json.dumps({k: v for k, v in {**known, **fields}.items() if v is not None}))
 
     return {"prepare": edit}
 

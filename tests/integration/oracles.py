@@ -140,8 +140,7 @@ def torch_loop(
     settings = _settings(training)
     whole = stock_model(model, adapter)
     whole.train()
-    no_decay = ["bias", "norm"]
-    decayed = set(get_parameter_names(whole, [torch.nn.LayerNorm], no_decay))
+    decayed = set(get_parameter_names(whole, [torch.nn.LayerNorm], ["bias", "norm"]))
     named = [(name, p) for name, p in whole.named_parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         [

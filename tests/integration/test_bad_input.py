@@ -136,8 +136,7 @@ def test_a_workers_port_that_is_taken(run) -> None:
 def test_a_model_that_only_a_worker_lacks(run, tmp_path, pool: Pool) -> None:
     """The worker looks beside its own configuration, where there is none."""
     save_llama(tmp_path / "model")
-    port = pool.machines["workers"][0]["port"]
-    changes = with_worker(port, model={"name_or_path": "./model"})
+    changes = with_worker(pool.machines["workers"][0]["port"], model={"name_or_path": "./model"})
     run(changes).expect(2, r"worker 1: .*no model directory .*model")
 
 
@@ -157,8 +156,7 @@ def test_a_loss_that_is_not_finite_names_stage_and_micro_batch(run, tmp_path, po
     port = pool.machines["workers"][0]["port"]
     training = {"max_skipped_steps": 2, "max_steps": 9, "gradient_accumulation_steps": 2}
     changes = with_worker(port, model={"name_or_path": str(model)}, training=training)
-    ran = run(changes)
-    ran.expect(
+    run(changes).expect(
         5,
         "3 steps in a row had non-finite losses",
         r"micro-batch 0, first out of stage 1 \(worker 1, layers 3-5\)",

@@ -122,8 +122,7 @@ def test_97_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.skipif(os.name != "posix", reason="a shell closes the descriptors")
 @pytest.mark.parametrize("closed", ["| true", "1>&-", "1>&- 2>&-"])
 def test_102_a_process_whose_screen_is_gone(closed: str) -> None:
-    line = f'"$0" -m hetero_framework schema {closed}'
-    words = ["sh", "-c", line, sys.executable]
+    words = ["sh", "-c", f'"$0" -m hetero_framework schema {closed}', sys.executable]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -77,8 +77,7 @@ def test_example_asks_the_worker_it_started_and_messages_save_checkpoints(
     assert main(["train", "--config", str(file), *imports, *directory, "--debug"]) == 0
     lines = re.findall(r"step (\d), worker box: processor \d+ % busy", capsys.readouterr().out)
     assert lines == ["1", "2", "3", "4"]
-    saved = sorted(path.name for path in (tmp_path / "saved").glob("step_*"))
-    assert saved == ["step_1", "step_3"]
+    assert sorted(path.name for path in (tmp_path / "saved").glob("step_*")) == ["step_1", "step_3"]
 
 
 MEASURING = """

@@ -111,8 +111,7 @@ def test_a_worker_that_dials_trains_and_redials_after_a_cut_link(
     assert "lost the link to worker 1" in said
     assert "worker 1 is back" in said
     # Worker 2 cannot dial it; it can dial worker 2.
-    events = (tmp_path / "run" / "events.jsonl").read_text()
-    assert '"direct link opened"' in events
+    assert '"direct link opened"' in (tmp_path / "run" / "events.jsonl").read_text()
     assert f"worker 1 dials 127.0.0.1:{proxy.port}" in first.log.read_text()
 
 
@@ -132,8 +131,7 @@ def test_own_workers_without_ports_open_none_and_come_back_in_a_new_process(
                 found = next(line for line in self.lines if "worker 1: started as" in line)
                 os.kill(int(found.split("process ")[1].split(";")[0]), signal.SIGTERM)
 
-    notes = Kill()
-    train(Config.from_dict(raw), debug=True, progress=notes)
+    train(Config.from_dict(raw), debug=True, progress=Kill())
     assert read_metrics(tmp_path / "run") == whole
     assert listening == [f"python (process {os.getpid()})"]
 
@@ -146,8 +144,7 @@ def test_over_tls_a_worker_that_dials_is_held_to_its_own_certificate(
     raw["workers"] = [AWAY, {**AWAY, "id": 2}]
     keys = keys_of(tmp_path / "keys", "local", 1, 2)
     stolen = KeyDirectory(tmp_path / "stolen")
-    mine = keys.identity(2)
-    stolen.write_bundle(mine, keys.read("worker-2.pem").split(b"\n", 1)[1])
+    stolen.write_bundle(keys.identity(2), keys.read("worker-2.pem").split(b"\n", 1)[1])
     (stolen.path / "worker-2.pem").rename(stolen.path / "worker-1.pem")
     text = (stolen.path / "worker-1.pem").read_text()
     (stolen.path / "worker-1.pem").write_text(text.replace("worker/2", "worker/1", 1))

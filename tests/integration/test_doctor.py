@@ -38,8 +38,7 @@ def test_workers_that_are_up_are_asked_and_serve_a_run_afterwards(
     file = tmp_path / "c.json"
     file.write_text(json.dumps(config))
     code = cli.main(["doctor", "--config", str(file), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert (code, found["findings"]) == (0, [])
+    assert (code, json.loads(capsys.readouterr().out)["findings"]) == (0, [])
     view = diagnosis.MachineView(Config.from_dict(config), roles.Role(True, ()))
     for asked in view.workers.values():
         assert asked.problem is None

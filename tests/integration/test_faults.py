@@ -199,8 +199,7 @@ def test_a_link_cut_at_any_frame_of_a_model_with_side_tensors_changes_nothing(
     monkeypatch.setattr(membership, "MAX_RECOVERIES", 50)
     model = {"name_or_path": str(save_tiny(model_type, tmp_path / "model"))}
     train(make("whole", [], model=model, adapter=None), progress=Notes())
-    cuts = every_cut(reset=False, first=True)
-    proxies[1].cuts.extend(cuts)
+    proxies[1].cuts.extend(every_cut(reset=False, first=True))
     train(make("cut", [2, 4], proxies, model=model, adapter=None), progress=Notes())
     assert list(proxies[1].cuts) == []
     assert_same_runs(tmp_path / "cut", tmp_path / "whole")
@@ -209,8 +208,7 @@ def test_a_link_cut_at_any_frame_of_a_model_with_side_tensors_changes_nothing(
 @pytest.mark.long
 def test_a_link_cut_in_an_evaluation_changes_nothing(make, proxies, whole, tmp_path) -> None:
     training = {"eval_on_start": True}
-    config = make("calm", [2, 4], training=training)
-    train(config, progress=Notes())
+    train(make("calm", [2, 4], training=training), progress=Notes())
     proxies[2].cuts.extend(
         FrameCut(direction, kind, where)
         for direction, kind in (("up", m.Step), ("up", m.Forward), ("down", m.Loss))
@@ -281,8 +279,7 @@ def test_f15_segments_of_one_byte_and_latency_change_nothing(
 ) -> None:
     proxies[1].up.slice_bytes = proxies[2].down.slice_bytes = 1
     proxies[1].down.delay_s = proxies[2].up.delay_s = 0.05
-    notes = Notes()
-    train(make("run", [2, 4], proxies), progress=notes)
+    train(make("run", [2, 4], proxies), progress=Notes())
     assert proxies[1].connections == proxies[2].connections == 1
     assert_same_runs(tmp_path / "run", whole("lora"))
 
@@ -340,8 +337,7 @@ def test_strangers_at_a_workers_port_disturb_nothing(make, pool, whole, tmp_path
                 strangers.append(socket.create_connection(address))
                 strangers[-1].sendall(greeting)
             strangers.append(socket.create_connection(address))
-            linger = struct.pack("ii", 1, 0)
-            strangers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            strangers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             strangers[-1].close()  # gone by RST before it is accepted
 
     notes = Strangers(0)
@@ -363,8 +359,7 @@ def test_a_run_waits_for_a_worker_that_serves_another(make, pool, whole, tmp_pat
             if "busy with the training from 127" in text:
                 other.close()
 
-    notes = Patient()
-    train(make("run", [2, 4]), progress=notes)
+    train(make("run", [2, 4]), progress=Patient())
     assert other.fileno() == -1
     assert_same_runs(tmp_path / "run", whole("lora"))
 

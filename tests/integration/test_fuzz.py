@@ -79,8 +79,7 @@ def random_choices(dice: random.Random) -> Callable[..., TunedSchedule]:
             "in_flight_limits": tuple(dice.randint(1, 4) for _ in found.in_flight_limits),
         }
         changed = dataclasses.replace(found, **limits)
-        ordered = dataclasses.replace(found.schedule, **limits)
-        vars(changed)["schedule"] = any_order(dice, ordered)
+        vars(changed)["schedule"] = any_order(dice, dataclasses.replace(found.schedule, **limits))
         return changed
 
     return choice

@@ -158,8 +158,7 @@ class Stranger(threading.Thread):
             time.sleep(PACE_S)
             self.answers[name] = answer(self.port, data, half_close=False)
         self.refused.set()
-        silent = struct.pack(">QI", 65_000, 64_000)
-        self.answers[SLOW] = answer(self.port, silent, half_close=False)
+        self.answers[SLOW] = answer(self.port, struct.pack(">QI", 65_000, 64_000), half_close=False)
         self.grown_bytes = self.worker.memory_info().rss - before
 
 
@@ -185,8 +184,7 @@ def test_hostile_bytes_are_refused_and_a_run_beside_them_keeps_its_result(
         "training": {"verify_architecture": False, "num_train_epochs": 6},
     }
     train(configured([], "whole", **sections), progress=Notes())
-    worker = psutil.Process(pool.processes[0].pid)
-    stranger = Stranger(pool.machines["workers"][0]["port"], worker)
+    stranger = Stranger(pool.machines["workers"][0]["port"], psutil.Process(pool.processes[0].pid))
     stranger.start()
     train(configured([3], "cut", **sections), progress=Begins(stranger))
     stranger.join()

@@ -319,8 +319,7 @@ def twice(message: Message) -> list[Message]:
 
 
 def for_another(message: Message) -> list[Message]:
-    body = message.body
-    return [copied(message, stage=1) if isinstance(body, m.Forward) else message]
+    return [copied(message, stage=1) if isinstance(message.body, m.Forward) else message]
 
 
 def a_loss(message: Message) -> list[Message]:

@@ -126,8 +126,7 @@ def test_an_unreachable_worker_is_relayed_to_with_auto_and_refused_with_direct(
             self._workers = kept
 
     monkeypatch.setattr(DirectLinks, "_order", elsewhere)
-    notes = run("auto", [2, 4])
-    (line,) = [line for line in notes.lines if "go through the coordinator" in line]
+    (line,) = [line for line in run("auto", [2, 4]).lines if "go through the coordinator" in line]
     assert "worker 1 cannot reach worker 2" in line
     assert "worker 2 cannot reach worker 1" in line
     assert "nothing listens on that port" in line
@@ -182,8 +181,7 @@ def test_a_direct_link_that_falls_silent_is_given_up(run, proxy, tmp_path) -> No
             if "connecting again" in text:
                 proxy.up.blackhole = proxy.down.blackhole = False
 
-    training = {"liveness_timeout_s": 3.0}
-    notes = run("cut", [2, 4], {2: proxy.port}, Hole(), training=training)
+    notes = run("cut", [2, 4], {2: proxy.port}, Hole(), training={"liveness_timeout_s": 3.0})
     assert any("has been silent" in line for line in notes.lines)
     run("whole", [])
     assert_same_runs(tmp_path / "cut", tmp_path / "whole")

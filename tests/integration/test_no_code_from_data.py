@@ -150,18 +150,15 @@ open({seen!r} + str(os.getpid()), "w").close()
 @pytest.mark.long
 def test_no_process_of_a_run_unpickles_anything(tmp_path: Path) -> None:
     """Training over two processes, a checkpoint, a resume from it and an export."""
-    model = save_llama(tmp_path / "model", layers=2)
-    config = configuration(tmp_path, model, worker=True)
+    config = configuration(tmp_path, save_llama(tmp_path / "model", layers=2), worker=True)
     trace, seen = tmp_path / "trace", tmp_path / "seen"
     seen.mkdir()
     site = tmp_path / "site"
     site.mkdir()
-    hook = HOOK.format(trace=str(trace), seen=f"{seen}/")
-    (site / "sitecustomize.py").write_text(hook)
+    (site / "sitecustomize.py").write_text(HOOK.format(trace=str(trace), seen=f"{seen}/"))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
-    steps = "training.save_steps=1"
     for command in (
-        ["train", "--config", str(config), "--set", steps],
+        ["train", "--config", str(config), "--set", "training.save_steps=1"],
         ["train", "--config", str(config), "--set", "training.max_steps=3", "--resume", "latest"],
         ["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")],
     ):

@@ -63,8 +63,7 @@ def cut_ways(losses: Run, tmp_path: Path, texts: Path, **sections: Any) -> Path:
     """Train uncut and in two and three stages; all equal. Returns the last run's directory."""
     sections["data"] = {"train": str(texts), "eval": str(texts), "max_length": 64}
     sections["training"] = {**SHORT, **sections.get("training", {})}
-    whole = losses([], "whole", **sections)
-    assert len({loss for loss, _, _ in whole}) == 3
+    assert len({loss for loss, _, _ in losses([], "whole", **sections)}) == 3
     for cuts in ([3], [1, 4]):
         name = "-".join(map(str, cuts))
         losses(cuts, name, **sections)

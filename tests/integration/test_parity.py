@@ -39,8 +39,7 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys()
-    different = [name for name in a if not torch.equal(a[name], b[name])]
-    assert different == []
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
 def assert_same_runs(a: Path, b: Path) -> None:
@@ -74,8 +73,7 @@ def test_training_cut_into_stages_equals_one_process(case, losses, tmp_path, lla
     sections = dict(CASES[case])
     if sections.pop("bfloat16", False):
         sections["model"] = {"name_or_path": str(llama), "dtype": "bfloat16"}
-    whole = losses([], "whole", **sections)
-    assert len(whole) == 9
+    assert len(losses([], "whole", **sections)) == 9
     for cuts in PLANS:
         name = "-".join(map(str, cuts))
         losses(cuts, name, **sections)
@@ -237,8 +235,7 @@ def test_padding_free_equals_one_process_and_nearly_padded_rows(losses, texts, t
     assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
     assert measured(tmp_path / "cut", "eval_loss") == measured(tmp_path / "whole", "eval_loss")
 
-    padded = run([2, 4], "padded")
-    for row, other in zip(whole, padded, strict=True):
+    for row, other in zip(whole, run([2, 4], "padded"), strict=True):
         assert row == pytest.approx(other, rel=1e-4, abs=0)
     for name in ("eval_loss", "tokens"):
         assert measured(tmp_path / "cut", name) == pytest.approx(

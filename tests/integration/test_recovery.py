@@ -193,8 +193,7 @@ def test_a_worker_that_is_killed_comes_back_and_the_result_is_the_same(
     at: dict[int, tuple[int, ...]], llama: Path, texts: Path, tmp_path: Path, whole: Path
 ) -> None:
     notes = Killer(at)
-    summary = train(configuration(tmp_path / "run", llama, texts), progress=notes)
-    assert summary.steps == 9
+    assert train(configuration(tmp_path / "run", llama, texts), progress=notes).steps == 9
     assert_same_runs(tmp_path / "run", whole)
     assert [line for line in notes.lines if "training goes on after step" in line]
 

@@ -113,8 +113,7 @@ def test_bytes_of_a_step_exclude_resume_and_checkpoints(config, tmp_path) -> Non
     training = {"max_steps": 3, "save_steps": 1, "eval_strategy": "no"}
     train(config("saving", [3], training=training))
     train(config("saving", [3], training=training), resume=1)
-    plain = {**training, "save_strategy": "no", "save_steps": 500}
-    train(config("plain", [3], training=plain))
+    train(config("plain", [3], training={**training, "save_strategy": "no", "save_steps": 500}))
     state = sum(p.stat().st_size for p in (tmp_path / "saving/checkpoints/step_3").glob("stage-1*"))
     differ = [a - b for a, b in zip(bytes_of("saving"), bytes_of("plain"), strict=True)]
     assert max(map(abs, differ)) < state / 20  # pings and confirmations, no state
@@ -152,7 +151,6 @@ def test_eval_token_loss_is_the_mean_over_tokens(config, llama, tmp_path) -> Non
 def test_checkpoints_after_the_resumed_step_step_aside(config, tmp_path) -> None:
     for resume in (None, 2):
         train(config("run", [3], training={"max_steps": 5}), resume=resume)
-    kept = {p.name for p in (tmp_path / "run" / "previous-1").iterdir()}
-    assert kept == {"step_4", "step_5"}
+    assert {p.name for p in (tmp_path / "run" / "previous-1").iterdir()} == {"step_4", "step_5"}
     now = {p.name for p in (tmp_path / "run" / "checkpoints").iterdir()}
     assert now == {"step_2", "step_4", "step_5"}

@@ -106,7 +106,6 @@ def test_runs_continued_under_other_cuts_and_links_equal_one_process(
         "training": SHORT,
     }
     train(configured([], "whole", **sections))
-    relayed = configured([], "parts", shard_plan=INTERLEAVED, links="relay", **sections)
-    stop_after(relayed, 3)
+    stop_after(configured([], "parts", shard_plan=INTERLEAVED, links="relay", **sections), 3)
     train(configured([2, 4], "parts", links="direct", **sections), resume=2)
     assert_same_runs(tmp_path / "parts", tmp_path / "whole")

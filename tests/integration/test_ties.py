@@ -25,8 +25,7 @@ def zamba2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layers 1 and 4 have one transformer in common, layers 2 and 5 another one."""
     kinds = ["linear_attention", "hybrid", "hybrid"] * 2
     changes: dict[str, Any] = {"layers_block_type": kinds, "hybrid_layer_ids": [1, 2, 4, 5]}
-    directory = tmp_path_factory.mktemp("zamba2")
-    return save_tiny("zamba2", directory, num_mem_blocks=2, **changes)
+    return save_tiny("zamba2", tmp_path_factory.mktemp("zamba2"), num_mem_blocks=2, **changes)
 
 
 @pytest.mark.parametrize(

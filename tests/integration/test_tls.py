@@ -158,8 +158,7 @@ def test_byte_that_is_changed_on_its_way_costs_a_step_and_changes_nothing(
         def step(self, metrics: dict[str, Any]) -> None:
             super().step(metrics)
             if metrics["step"] == 2:
-                up = cluster.proxies[0].up
-                up.flip_in = 5000
+                cluster.proxies[0].up.flip_in = 5000
 
     notes = Flip()
     assert cluster.train("flipped", notes)[0] == undisturbed
@@ -225,8 +224,7 @@ class Strangers(Notes):
     def _attempts(self) -> dict[str, Callable[[], str]]:
         own, of = self._cluster.keys, partial(keys_of, self._folder / "foreign", "local")
         revoked = keys_of(self._folder / "revoked", "local")
-        serial = x509.serial_of(revoked.read("coordinator.pem"))
-        self._cluster.keys.revoke([serial])
+        self._cluster.keys.revoke([x509.serial_of(revoked.read("coordinator.pem"))])
         hello = Message(m.Hello("stranger", 1, process="p", epoch=1, max_frame_bytes=1 << 20))
         return {
             "plaintext": lambda: self._raw(framed(hello)),

@@ -64,9 +64,8 @@ def hetero(
 ) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join(map(str, (place / "hook", package)))
     run = ("-c", code) if code else ("-m", "hetero_framework")
-    program = [sys.executable, *run, *map(str, words)]
     return subprocess.run(
-        program,
+        [sys.executable, *run, *map(str, words)],
         capture_output=True,
         text=True,
         cwd=place,

@@ -115,12 +115,10 @@ def shards(
 
 
 def batch() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, 96, (2, 12), generator=generator)
+    ids = torch.randint(3, 96, (2, 12), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, 8:] = 0
-    labels = ids.masked_fill(mask == 0, -100)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 def chain_logits(parts: list[Shard]) -> torch.Tensor:

@@ -26,8 +26,7 @@ def test_schedules_of_other_seeds_differ() -> None:
 
 @pytest.mark.parametrize(("same", "said"), [(True, "the same, byte for byte"), (False, "NOT THE")])
 def test_the_verdict_is_printed(same: bool, said: str) -> None:
-    verdict = Verdict(same, 20, 1, 2, 10.0, 31.4, seed=7)
-    shown = text(vars(verdict))
+    shown = text(vars(Verdict(same, 20, 1, 2, 10.0, 31.4, seed=7)))
     assert f"20 steps, 1 kill, the command given 2 times: the results are {said}" in shown
     assert "seed 7" in shown
 

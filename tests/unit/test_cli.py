@@ -537,5 +537,4 @@ def test_doctor_asks_the_extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         {"coordinator": {"ip": "127.0.0.1"}, "shard_plan": [{"id": "local", "start": 0, "end": 2}]},
         tmp_path,
     )
-    found = diagnosis.diagnose(config)["findings"]
-    assert {"check": "mine", "what": "a", "fix": "b"} in found
+    assert {"check": "mine", "what": "a", "fix": "b"} in diagnosis.diagnose(config)["findings"]

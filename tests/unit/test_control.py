@@ -84,8 +84,7 @@ def test_a_worker_neither_asks_the_frameworks_questions_nor_floods_the_coordinat
     logged: list[str],
 ) -> None:
     asked: list[object] = []
-    handlers = {"hetero.measure": asked.append, "count": asked.append}
-    with control.coordinating(handlers):
+    with control.coordinating({"hetero.measure": asked.append, "count": asked.append}):
         for name in ("hetero.measure", *["count"] * 40):
             control.note(over_the_wire(Message(Control(name, None))))
         control.step_done(1, None)  # type: ignore[arg-type]
@@ -143,8 +142,7 @@ def test_an_answer_that_cannot_travel_raises_where_it_was_asked_for() -> None:
 def test_notice_reaches_the_handler_and_gets_no_answer() -> None:
     seen: list[object] = []
     control.on("note")(seen.append)
-    notice = Message(Control("note", "hello"))
-    assert control.answer(notice) is None
+    assert control.answer(Message(Control("note", "hello"))) is None
     assert seen == ["hello"]
     assert control.answer(Message(Control("other", None))) is None
 

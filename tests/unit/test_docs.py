@@ -77,8 +77,7 @@ def test_pages_have_commands() -> None:
 
 @pytest.mark.parametrize("words", [w for _, w in HETERO], ids=" ".join)
 def test_hetero_command_parses(words: list[str]) -> None:
-    arguments = build_parser().parse_args(words)
-    assert arguments.command == words[0]
+    assert build_parser().parse_args(words).command == words[0]
 
 
 @pytest.mark.parametrize("command", build_parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr]
@@ -286,8 +285,7 @@ def test_configuration_page_is_current() -> None:
 
 @pytest.mark.parametrize("file", CONFIGS, ids=name)
 def test_shipped_configuration_loads(file: Path) -> None:
-    config = load_config(file)
-    config.require("model", "data")
+    load_config(file).require("model", "data")
 
 
 def test_shipped_json_parses() -> None:

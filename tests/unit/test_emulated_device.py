@@ -225,8 +225,7 @@ INTEGRATION = (
 def test_the_tests_of_several_processes_are_there() -> None:
     for name in INTEGRATION:
         file, _, test = name.partition("::")
-        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
-        assert f"def {test}" in text, name
+        assert f"def {test}" in (ROOT / "tests" / file).read_text(encoding="utf-8"), name
 
 
 @pytest.mark.emulated
@@ -250,8 +249,7 @@ def test_a_full_device_ends_the_run_with_advice_at_every_place(
     assert gathered == [0, 0]
     for line in (line for line in lines if "code" in line):
         assert line["code"] == 6, line
-        told = f"memory ran out on cuda:{line['device']}, it needs at least"
-        assert told in line["said"], line
+        assert f"memory ran out on cuda:{line['device']}, it needs at least" in line["said"], line
         assert "fewer layers" in line["said"], line
     first = {(line["device"], line["place"]): line.get("first", "") for line in lines}
     assert all("loading layers" in line["said"] for line in lines if line["place"] == "load *")

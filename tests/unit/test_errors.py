@@ -76,8 +76,7 @@ FULL = "Error while serializing: I/O error: No space left on device (os error 28
 
 def test_a_full_disk_is_told_in_words_whoever_tells_it() -> None:
     assert in_words(Exception(FULL)) == "No space left on device"
-    known = as_hetero_error(Exception(FULL))
-    assert isinstance(known, ResourceError)
+    assert isinstance(as_hetero_error(Exception(FULL)), ResourceError)
     assert of_disk(OSError(errno.ENOSPC, "x"), ConfigError) is ResourceError
     assert of_disk(OSError(errno.EACCES, "x"), ConfigError) is ConfigError
 

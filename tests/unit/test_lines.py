@@ -46,8 +46,7 @@ def test_a_size_without_a_bound_fails(lines, monkeypatch) -> None:
 
 
 def test_bounds_over_two_percent_too_high_are_lowered(lines, monkeypatch) -> None:
-    gone = {"extras": {"gone": 7}}
-    lines.BOUNDS.write_text(lines.written(bounds(100, 52) | gone))
+    lines.BOUNDS.write_text(lines.written(bounds(100, 52) | {"extras": {"gone": 7}}))
     assert called(lines, monkeypatch) == 0
     assert called(lines, monkeypatch, "--lower") == 0
     assert lines.BOUNDS.read_text() == lines.written(bounds(100, 50))

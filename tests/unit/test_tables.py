@@ -44,5 +44,4 @@ def test_on_a_terminal_a_table_is_folded_without_loss(
 def test_a_table_that_cannot_shrink_is_wider_than_the_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lines = at_width(monkeypatch, 20)
-    assert any("3.20 GiB" in line for line in lines)
+    assert any("3.20 GiB" in line for line in at_width(monkeypatch, 20))

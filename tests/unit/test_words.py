@@ -75,8 +75,7 @@ def sentences(page: Path) -> list[str]:
 
 def test_a_sentence_of_a_page_names_its_subject() -> None:
     for page in PAGES:
-        prose = sentences(page)
-        assert [s for s in prose if QUESTION.match(s) or READ_TWICE.search(s)] == [], page
+        assert [s for s in sentences(page) if QUESTION.match(s) or READ_TWICE.search(s)] == [], page
 
 
 def test_a_module_docstring_begins_with_its_subject() -> None:

@@ -164,8 +164,7 @@ def test_large_data_are_checked_by_their_first_examples(
 ) -> None:
     monkeypatch.setattr("hetero_framework.commands.check_report.MOST_EXAMPLES", 3)
     (tmp_path / "train.jsonl").write_text('{"text": "ab"}\n' * 3, encoding="utf-8")
-    notes = checked()["notes"]
-    assert not any("looked at" in note for note in notes)
+    assert not any("looked at" in note for note in checked()["notes"])
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write('{"text": "ab"}\n{"text": 3}\n')
     assert "train: only the first 3 examples were looked at" in checked()["notes"]
@@ -221,8 +220,7 @@ def test_show_marks_the_text_in_the_loss(chat: Path, capsys: pytest.CaptureFixtu
     assert cli.main(["check", "--config", str(chat), "--show", "1"]) == 0
     shown = capsys.readouterr().out.partition("The loss covers what is between ⟦ and ⟧;")[2]
     assert "\x1b" not in shown
-    lines = [line.replace("│", "") for line in shown.splitlines()[3:]]
-    assert lines == [
+    assert [line.replace("│", "") for line in shown.splitlines()[3:]] == [
         "  <|im_start|>user\\n",
         "  What is [it]?\\tü🦊<|im_end|>\\n",
         "  <|im_start|>assistant\\n",
@@ -248,8 +246,7 @@ def test_seed_format_is_checked_without_a_model(raw: dict[str, Any], checked: Ch
     raw.pop("data")
     raw["coordinator"]["ip"] = "192.0.2.77"
     raw["workers"][0]["ip"] = "192.0.2.78"
-    found = checked()
-    shown = text(found)
+    shown = text(checked())
     assert "a model with 4 layers" in shown
     assert "This machine: has no role in this configuration." in shown
     assert "there is no model section" in shown

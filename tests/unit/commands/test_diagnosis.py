@@ -42,8 +42,7 @@ def view(tmp_path: Path, role: Role | None = None, **sections: Any) -> MachineVi
     plan = [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}]
     fields = {"coordinator": coordinator, "workers": [worker], "shard_plan": plan}
     fields |= {"training": training, "model": {"from_config": TINY, "tokenizer": "t"}}
-    config = Config.from_dict({**fields, **sections}, tmp_path)
-    return MachineView(config, role or Role(True, ()))
+    return MachineView(Config.from_dict({**fields, **sections}, tmp_path), role or Role(True, ()))
 
 
 def asked(made: MachineView, **said: Any) -> MachineView:
@@ -98,8 +97,7 @@ def test_own_name_that_is_a_loopback_address(
 ) -> None:
     monkeypatch.setattr(addresses, "resolve", lambda name: ("127.0.1.1",))
     own = {"ip": "desk.lan", "hostname": "desk"}
-    made = view(tmp_path, coordinator=own, worker={"ip": "192.0.2.7"})
-    (line,) = found(diagnosis.names, made)
+    (line,) = found(diagnosis.names, view(tmp_path, coordinator=own, worker={"ip": "192.0.2.7"}))
     assert "'desk.lan' of coordinator is a loopback address" in line
     assert "/etc/hosts" in line
 
@@ -124,8 +122,7 @@ def test_keys(tmp_path: Path) -> None:
 
 def test_port_of_a_worker_here_that_another_program_has(tmp_path: Path) -> None:
     with listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
-        made = view(tmp_path, Role(True, (1,)), worker={"port": port})
-        (line,) = found(diagnosis.port, made)
+        (line,) = found(diagnosis.port, view(tmp_path, Role(True, (1,)), worker={"port": port}))
         there = view(tmp_path, Role(False, (1,)), worker={"port": port})
         assert found(diagnosis.port, there) == []
         assert f"port {port} of worker 1 is used by" in there.notes[0]
@@ -206,8 +203,7 @@ def test_clock(seconds: float, way: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("speed", [LinkSpeed(0.001, 1e6, 1e9), LinkSpeed(0.2, 1e9, 1e9)])
 def test_slow_link(speed: LinkSpeed, tmp_path: Path) -> None:
     assert "is slow" in found(diagnosis.link, asked(view(tmp_path), speed=speed))[0]
-    fast = LinkSpeed(0.001, 1e9, 1e9)
-    assert found(diagnosis.link, asked(view(tmp_path), speed=fast)) == []
+    assert found(diagnosis.link, asked(view(tmp_path), speed=LinkSpeed(0.001, 1e9, 1e9))) == []
 
 
 # -- what is here ---------------------------------------------------------------------------------
@@ -228,8 +224,7 @@ def test_memory_and_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (line,) = found(diagnosis.memory, asked(view(tmp_path)))
     assert "coordinator needs about" in line
     assert "1.00 KiB free" in line
-    welcome = SimpleNamespace(memory_free=1)
-    lines = found(diagnosis.memory, asked(view(tmp_path), welcome=welcome))
+    lines = found(diagnosis.memory, asked(view(tmp_path), welcome=SimpleNamespace(memory_free=1)))
     assert "worker 1 needs about" in lines[1]
     absent = view(tmp_path, coordinator={"device": "cuda:77"})
     assert "cuda:77" in found(diagnosis.memory, asked(absent))[0]
@@ -255,8 +250,7 @@ def test_a_worker_that_was_asked_knows_its_4_bits_best(
     made = view(tmp_path)
     made.model.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}  # type: ignore[union-attr]
     assert "assumed to have none" in found(diagnosis.four_bit, asked(made))[0]
-    welcome = SimpleNamespace(no_four_bit=None)
-    assert found(diagnosis.four_bit, asked(made, welcome=welcome)) == []
+    assert found(diagnosis.four_bit, asked(made, welcome=SimpleNamespace(no_four_bit=None))) == []
 
 
 def test_attention_that_a_device_does_not_train_with(tmp_path: Path) -> None:
@@ -277,8 +271,7 @@ def test_disk_without_room_for_two_checkpoints(tmp_path: Path) -> None:
         pytest.skip("no mounts here")
     try:
         (line,) = found(diagnosis.disk, asked(view(tmp_path)))
-        kept = {"save_strategy": "no"}
-        assert found(diagnosis.disk, asked(view(tmp_path, training=kept))) == []
+        assert found(diagnosis.disk, asked(view(tmp_path, training={"save_strategy": "no"}))) == []
     finally:
         subprocess.run(["umount", str(small)], check=True)
     assert "two checkpoints need" in line

@@ -189,8 +189,7 @@ def test_number_of_layers_is_read_from_the_model(tmp_path: Path) -> None:
     settings = {"model_type": "llama", "num_hidden_layers": 7, "hidden_size": 8}
     settings.update(num_attention_heads=2, intermediate_size=8, vocab_size=16)
     (model / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    answers = Answers(model=str(model), workers=["localhost"])
-    config = write_config(answers, tmp_path / "c.json")
+    config = write_config(Answers(model=str(model), workers=["localhost"]), tmp_path / "c.json")
     assert [(s.start, s.end) for s in config.plan.stages] == [(0, 3), (3, 7)]
     assert config.model is not None
     assert config.model.name_or_path == "sub/model"  # as the file has to write it
@@ -286,8 +285,7 @@ def test_a_wizard_without_further_input_names_the_option(tmp_path: Path) -> None
 
 def test_a_plan_may_be_left_to_the_run(tmp_path: Path) -> None:
     answers = Answers(model="absent/model", workers=["box"], adapter="none", measure=True)
-    config = write_config(answers, tmp_path / "c.json")
-    assert not config.is_planned
+    assert not write_config(answers, tmp_path / "c.json").is_planned
     assert json.loads((tmp_path / "c.json").read_text())["shard_plan"] == "auto"
 
 
@@ -300,8 +298,7 @@ def test_wizard_asks_on_a_terminal_whether_to_measure(
         model="m", layers=4, workers=["localhost"], adapter="lora", data="d", objective="sft"
     )
     said: list[str] = []
-    code = run_wizard(answers, tmp_path / "c.json", ask=replies("cpu", reply), say=said.append)
-    assert code == 0
+    assert run_wizard(answers, tmp_path / "c.json", ask=replies("cpu", reply), say=said.append) == 0
     assert load_config(tmp_path / "c.json").is_planned is planned
     assert ("The plan is made when the run begins" in "".join(said)) is not planned
 
@@ -326,12 +323,10 @@ def test_the_fields_of_the_data_tell_the_objective(
     objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    data = saved_record(tmp_path, RECORDS[objective])
-    answers = Answers(model="org/m", layers=2, data=data)
+    answers = Answers(model="org/m", layers=2, data=saved_record(tmp_path, RECORDS[objective]))
     assert write_config(answers, tmp_path / "c.json").training.objective == objective
     said: list[str] = []
-    ask = replies(*[""] * 5)
-    assert run_wizard(answers, tmp_path / "d.json", ask=ask, say=said.append) == 0
+    assert run_wizard(answers, tmp_path / "d.json", ask=replies(*[""] * 5), say=said.append) == 0
     assert load_config(tmp_path / "d.json").training.objective == objective
     assert f"The data have the fields {', '.join(RECORDS[objective])}." in said
 
@@ -381,8 +376,7 @@ def test_the_learning_rate_follows_the_objective(objective: str, adapter: str, r
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of DeBERTa, in 5.17
 def test_layers_are_those_of_the_class_that_is_trained(tmp_path: Path) -> None:
     """Of DeBERTa there is none that generates text."""
-    config = tiny_config("deberta-v2", "token-classification")
-    config.save_pretrained(tmp_path / "model")
+    tiny_config("deberta-v2", "token-classification").save_pretrained(tmp_path / "model")
     answers = Answers(model=str(tmp_path / "model"), objective="token-classification")
     written = write_config(answers, tmp_path / "c.json")
     assert written.plan.stages[-1].end == 6

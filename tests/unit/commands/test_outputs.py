@@ -124,8 +124,7 @@ def test_a_command_never_overwrites_what_it_reads(
     command: str, option: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = FILES[command, option]
-    read = next(word for word in words if word.startswith("in"))
-    file = folder / read
+    file = folder / next(word for word in words if word.startswith("in"))
     before = file.read_bytes()
     other = folder / "another name of it"
     os.link(file, other)

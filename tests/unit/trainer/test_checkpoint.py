@@ -327,8 +327,7 @@ def test_latest_names_every_damaged_checkpoint(store: CheckpointStore) -> None:
 
 
 def test_read_verifies_a_file_on_first_use(store: CheckpointStore) -> None:
-    directory = save(store, 1)
-    flip_a_bit(directory / "stage-1.0.safetensors")
+    flip_a_bit(save(store, 1) / "stage-1.0.safetensors")
     reader = store.open(1)
     assert len(list(reader.read(["weights/a"]))) == 1
     with pytest.raises(CheckpointError, match="damaged"):
@@ -336,8 +335,7 @@ def test_read_verifies_a_file_on_first_use(store: CheckpointStore) -> None:
 
 
 def test_manifest_cannot_name_a_file_elsewhere(store: CheckpointStore) -> None:
-    directory = save(store, 1)
-    path = directory / "manifest.json"
+    path = save(store, 1) / "manifest.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     content.pop("digest")
     content["files"][0]["name"] = "../step_2/stage-0.0.safetensors"

@@ -100,8 +100,7 @@ def test_each_setting_of_the_schema_is_refused_reported_or_free(
 
 
 def test_a_changed_setting_that_may_change_is_reported(alone: Alone, logged: list[str]) -> None:
-    reader = checkpoint(alone())
-    take_up(reader, alone(training={"max_grad_norm": 0.5, "log_level": "ERROR"}))
+    take_up(checkpoint(alone()), alone(training={"max_grad_norm": 0.5, "log_level": "ERROR"}))
     assert logged == [
         "training.max_grad_norm was 1.0 at checkpoint 1, now it is 0.5; the run goes on with that"
     ]

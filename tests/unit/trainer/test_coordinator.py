@@ -89,10 +89,8 @@ def test_a_save_that_fails_twice_does_not_end_the_run(
     if operation == "mkdir":
         fail_mkdir(monkeypatch, config, 2, code)
     else:
-        failing = Failing(os.replace, 2, code, config.checkpoints)
-        monkeypatch.setattr(files.os, "replace", failing)
-    summary = train(config, progress=notes)
-    assert summary.steps == 4
+        monkeypatch.setattr(files.os, "replace", Failing(os.replace, 2, code, config.checkpoints))
+    assert train(config, progress=notes).steps == 4
     assert steps_saved(config) == ["step_3", "step_4"]
     assert sum("could not be written" in line for line in notes.lines) == 2
 
@@ -158,8 +156,7 @@ def test_an_export_that_fails_leaves_a_checkpoint_and_the_advice_works(
             train(config)
     assert len(list(temporary.glob("*/step_4"))) == checkpoints_fail
     again, resume = advised(config, raised.value)
-    summary = train(again, resume=resume)
-    assert (summary.files["model"] / "model.safetensors").is_file()
+    assert (train(again, resume=resume).files["model"] / "model.safetensors").is_file()
 
 
 def test_an_export_is_tried_again_while_nothing_can_be_written(

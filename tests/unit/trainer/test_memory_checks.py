@@ -25,11 +25,10 @@ ROOM = 1 << 40
 
 
 def config(adapter: dict[str, Any] | None = None, cut: int = 4, **training: Any) -> Config:
-    workers = [{**MACHINE, "id": 1, "port": 9999, "device": "cuda:1"}]
     return Config.from_dict(
         {
             "coordinator": MACHINE,
-            "workers": workers,
+            "workers": [{**MACHINE, "id": 1, "port": 9999, "device": "cuda:1"}],
             "shard_plan": plan_of(("local", cut), (1, 8)),
             "model": {"from_config": {"model_type": "llama"}, "tokenizer": "tokenizer"},
             "adapter": adapter,
@@ -81,8 +80,7 @@ def test_processes_on_one_device_are_counted_together() -> None:
 def test_only_changes_that_can_be_made_are_advised() -> None:
     def advice(cfg: Config, tokens: int = 2048, **more: Any) -> str:
         memory = memory_of(cfg, tokens)
-        device = fact("cuda:0", 1000, **more)
-        return refusal(cfg, memory, device, fact("cuda:1")).hint or ""
+        return refusal(cfg, memory, fact("cuda:0", 1000, **more), fact("cuda:1")).hint or ""
 
     full = advice(config(), no_four_bit="old card")
     assert "per_device_train_batch_size" not in full
@@ -142,8 +140,7 @@ def test_a_machines_processes_share_its_host_memory() -> None:
     # A stage on the CPU of that machine takes its share, too.
     beside = [memory[0], replace(memory[1].offloading(0), device="cpu")]
     room = memory[0].host + beside[1].total
-    there = {"local": fact("cuda:0", host=room), 1: fact("cpu", room)}
-    check_memory(cfg, beside, there, LLAMA)
+    check_memory(cfg, beside, {"local": fact("cuda:0", host=room), 1: fact("cpu", room)}, LLAMA)
     refusal(cfg, beside, fact("cuda:0", host=room - 1), fact("cpu", room))
 
 

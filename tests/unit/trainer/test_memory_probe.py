@@ -214,8 +214,7 @@ def test_f30_a_second_lack_of_memory_in_a_step_ends_the_run_with_numbers(
 def test_it_does_without_the_reference_of_preferences(alone: Alone, tmp_path: Path) -> None:
     words = ["fox"] * 7 + ["fox " * 20, "fox"]
     rows = [{"prompt": "The", "completion": f" {word}", "label": True} for word in words]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "rated.jsonl").write_text(text)
+    (tmp_path / "rated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     training = {"objective": "kto", "train_sampling_strategy": "sequential"}
     alone_settings: dict[str, Any] = {
         "data": {"train": str(tmp_path / "rated.jsonl"), "max_length": 64},

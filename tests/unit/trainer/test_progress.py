@@ -172,8 +172,7 @@ def test_missing_and_non_finite_values_are_no_problem(capsys: pytest.CaptureFixt
     progress.step({"step": 2, "loss": None, "grad_norm": float("nan"), "skipped": "rule"})
     progress.step({"step": 3, "loss": 1.0, "stages": [{}, {}]})
     progress.close({})
-    out = capsys.readouterr().out
-    assert "loss not finite  skipped (rule)  ETA 0:00:00  grad_norm nan" in out
+    assert "loss not finite  skipped (rule)  ETA 0:00:00  grad_norm nan" in capsys.readouterr().out
 
 
 def test_live_display_shows_the_last_state(terminal: io.StringIO) -> None:

@@ -81,8 +81,7 @@ def test_what_no_argument_gives_is_asked_for(alone: Alone) -> None:
 
 @needs("planner")
 def test_an_open_plan_is_made(alone: Alone, tmp_path: Path) -> None:
-    summary = train(alone(shard_plan="auto", training={"max_steps": 1}))
-    assert summary.steps == 1
+    assert train(alone(shard_plan="auto", training={"max_steps": 1})).steps == 1
     assert json.loads((tmp_path / "run" / PLAN_FILE).read_text())["shard_plan"]
 
 
@@ -104,8 +103,7 @@ def test_a_tokenizer_is_taken(alone: Alone) -> None:
     tokenizer.add_eos_token = False
     tokenizer.pad_token = tokenizer.eos_token
     summary = train(config, processing_class=tokenizer)
-    saved = AutoTokenizer.from_pretrained(summary.files["model"])
-    assert saved.pad_token == tokenizer.eos_token
+    assert AutoTokenizer.from_pretrained(summary.files["model"]).pad_token == tokenizer.eos_token
 
 
 @pytest.mark.parametrize("rows", [{"text": ["a"]}, 5, ["a text"]])
@@ -127,8 +125,7 @@ def test_the_summary_says_what_was_made_and_loads_it(alone: Alone, tmp_path: Pat
 
 
 def test_the_summary_loads_an_adapter(alone: Alone) -> None:
-    summary = train(alone(adapter={"r": 2, "target_modules": ["q_proj"]}))
-    model = summary.load(dtype=torch.float32)
+    model = train(alone(adapter={"r": 2, "target_modules": ["q_proj"]})).load(dtype=torch.float32)
     assert isinstance(model, peft.PeftModel)
     assert model.peft_config["default"].r == 2
 

@@ -91,14 +91,11 @@ def fact(device: str, free: int) -> MachineFacts:
 
 def test_checkpointing_auto_is_written_out_for_the_stages_that_need_it(logged: list[str]) -> None:
     training = {"gradient_accumulation_steps": 4, "max_in_flight": 4}
-    cfg = config(**training, gradient_checkpointing="auto")
-    parts = prepared(cfg, 512)
+    parts = prepared(config(**training, gradient_checkpointing="auto"), 512)
     need = [m.total for m in parts.memory]
-    enough = {"local": fact("cuda:0", need[0]), 1: fact("cuda:1", need[1])}
-    fitted = fit_devices(parts, enough)
+    fitted = fit_devices(parts, {"local": fact("cuda:0", need[0]), 1: fact("cuda:1", need[1])})
     assert [fitted.config.checkpointing(k) for k in range(2)] == [False, False]
-    little = {"local": fact("cuda:0", need[0] - 1), 1: fact("cuda:1", need[1])}
-    fitted = fit_devices(parts, little)
+    fitted = fit_devices(parts, {"local": fact("cuda:0", need[0] - 1), 1: fact("cuda:1", need[1])})
     assert [fitted.config.checkpointing(k) for k in range(2)] == [True, False]
     assert fitted.memory[0].total < need[0]
     assert fitted.memory[1].total == need[1]
@@ -143,8 +140,7 @@ def test_offload_auto_is_written_out_for_the_stages_that_need_it(logged: list[st
     enough = {"local": fact("cuda:0", first.total), 1: fact("cuda:1", second.total)}
     fitted = fit_devices(parts, enough)
     assert [entry.offload for entry in fitted.config.shard_plan] == [0, 0]
-    little = {**enough, 1: fact("cuda:1", second.total - 1)}
-    fitted = fit_devices(parts, little)
+    fitted = fit_devices(parts, {**enough, 1: fact("cuda:1", second.total - 1)})
     assert [entry.offload for entry in fitted.config.shard_plan] == [0, 4]
     assert fitted.memory[1].total == second.total - 2 * second.frozen[0]
     assert fitted.memory[1].host == 4 * second.frozen[0]

@@ -141,8 +141,7 @@ def test_f29_inf_in_a_stage_skips_the_step_and_names_its_samples(
         return replace(value, loss=value.loss * math.inf) if is_hit else value
 
     monkeypatch.setattr(Stage, "_outcome", infinite)
-    training = {"train_sampling_strategy": "sequential", "probe_longest_batch": False}
-    config = alone(training=training)
+    config = alone(training={"train_sampling_strategy": "sequential", "probe_longest_batch": False})
     assert train(config).steps == 4
     assert [line.get("skipped") for line in metrics(config)] == [None, "non-finite", None, None]
     assert weights[1] == weights[2]  # before and after the skipped step
