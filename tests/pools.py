@@ -246,7 +246,6 @@ def serving(config: Config, by: Callable[..., object] = serve, **how: Any) -> It
     )
     thread.start()
     try:
-        assert worker.port is not None
         while not is_listening(worker.port):
             thread.join(0.05)
             assert thread.is_alive()

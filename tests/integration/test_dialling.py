@@ -43,7 +43,6 @@ class Worker:
         self.process = started(self.log, *words, *more, stdin=subprocess.PIPE)
 
     def close(self) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(30)
 

@@ -42,10 +42,8 @@ def test_workers_that_are_up_are_asked_and_serve_a_run_afterwards(
     view = diagnosis.MachineView(Config.from_dict(config), roles.Role(True, ()))
     for asked in view.workers.values():
         assert asked.problem is None
-        assert asked.facts is not None
         assert asked.facts["versions"] == worker_info.facts()["versions"]
         assert abs(asked.clock_s) < 5
-        assert asked.speed is not None
         assert asked.speed.up_bytes_per_s > 0
     assert set(view.workers) == {1, 2}
     assert len(losses([2, 4])) > 1

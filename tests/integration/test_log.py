@@ -99,7 +99,6 @@ def test_a_worker_goes_on_after_its_log_is_closed(pool: Pool, tmp_path: Path) ->
     """As with `hetero worker 2>&1 | head -1`."""
     config = with_own_worker(Config.from_dict(pool.config(tmp_path, [3])))
     port = config.workers[0].port
-    assert port is not None
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config.to_dict()), encoding="utf-8")
     process = subprocess.Popen(
@@ -108,8 +107,6 @@ def test_a_worker_goes_on_after_its_log_is_closed(pool: Pool, tmp_path: Path) ->
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    assert process.stdin is not None
-    assert process.stderr is not None
     try:
         assert b"listens" in process.stderr.readline()
         process.stderr.close()

@@ -94,7 +94,6 @@ class Cluster:
 
     def close(self) -> None:
         for process in self.processes:
-            assert process.stdin is not None
             process.stdin.close()
             process.wait(30)
         for proxy in self.proxies:

@@ -487,7 +487,6 @@ def test_llama_demo_takes_another_model_and_cuts_it_over_the_same_machines(tmp_p
         (1, 1, 3),
         (2, 3, 5),
     ]
-    assert config.model is not None
     assert config.model.name_or_path == str(tmp_path)
     assert demo.settings(None, None) == []
 

@@ -243,7 +243,6 @@ def test_extending_shows_the_example_that_is_tested() -> None:
 def test_readme_counts_the_architectures_that_the_table_counts() -> None:
     table = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
     counted = re.search(r"(\d+) of (\d+) pass", table)
-    assert counted is not None
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"{counted[1]} of the {counted[2]} in transformers" in readme
 
@@ -255,7 +254,6 @@ def test_the_page_of_objectives_counts_the_classifiers_that_the_table_counts() -
     assert re.findall(r"(\d+) of (\d+) that have", page) == counted
     assert len(counted) == 2
     pictures = re.search(r"With `image-classification` (\d+) of (\d+) pass", table)
-    assert pictures is not None
     assert f"{pictures[1]} of the {pictures[2]} model types" in page
 
 

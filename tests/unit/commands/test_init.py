@@ -119,7 +119,6 @@ def test_proposal_with_another_coordinator() -> None:
 @needs("islands")
 def test_proposal_for_an_island_names_it_and_its_lighthouse() -> None:
     config = Config.from_dict(proposed(island="garage", lighthouse="10.0.0.9:7"))
-    assert config.island is not None
     assert (config.island.name, config.island.lighthouse) == ("garage", "10.0.0.9:7")
     assert config.coordinator.ip == "10.0.0.1"  # where the other islands reach it
     raw = proposed(island="attic")
@@ -142,7 +141,6 @@ def test_proposal_follows_the_adapter(
     adapter: str | None, quantization: str | None, has_adapter: bool
 ) -> None:
     config = Config.from_dict(proposed(model="m", adapter=adapter))
-    assert config.model is not None
     assert config.model.quantization == quantization
     assert (config.adapter is not None) == has_adapter
 
@@ -191,7 +189,6 @@ def test_number_of_layers_is_read_from_the_model(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     config = write_config(Answers(model=str(model), workers=["localhost"]), tmp_path / "c.json")
     assert [(s.start, s.end) for s in config.plan.stages] == [(0, 3), (3, 7)]
-    assert config.model is not None
     assert config.model.name_or_path == "sub/model"  # as the file has to write it
 
 
@@ -234,7 +231,6 @@ def test_wizard_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
     assert [w.ip for w in config.workers] == ["10.0.0.2", "10.0.0.3"]
     assert config.adapter is None
     assert config.coordinator.device == "cpu"
-    assert config.model is not None
     assert config.model.name_or_path == "absent/other"
     assert config.plan.stages[-1].end == 6
     text = "\n".join(said)
@@ -342,7 +338,6 @@ def test_an_objective_that_the_data_do_not_fit_is_refused_with_their_fields(
     with pytest.raises(UserError) as error:
         write_config(answers, output)
     assert "with the fields prompt, chosen, rejected" in error.value.message
-    assert error.value.hint is not None
     assert "dpo, orpo, cpo, kto, reward" in error.value.hint
     for fitting in ("orpo", "kto", "reward"):
         config = write_config(replace(answers, objective=fitting), output, force=True)
@@ -380,7 +375,6 @@ def test_layers_are_those_of_the_class_that_is_trained(tmp_path: Path) -> None:
     answers = Answers(model=str(tmp_path / "model"), objective="token-classification")
     written = write_config(answers, tmp_path / "c.json")
     assert written.plan.stages[-1].end == 6
-    assert written.model is not None
     assert written.model.task == "token-classification"
 
 

@@ -55,7 +55,6 @@ class Pipeline:
         self.take = take
 
     def finish_snapshot(self) -> None:
-        assert self.take is not None
         for stage, weight in enumerate(self.weights):
             self.take(stage, 0, StatePart({f"weights/{stage}": weight}, {"n": stage}, last=True))
 
@@ -99,8 +98,6 @@ def test_a_copied_step_is_in_memory_and_on_the_disk(
 ) -> None:
     state = TrainState(step=4)
     stages = durable.take(state)
-    assert stages is not None
-    assert durable.newest is not None
     assert durable.newest.state == state
     assert stages[0].digest == digest(stages[0].parts)
     reader = durable_store(config).resolve("latest")
@@ -114,7 +111,6 @@ def test_a_copied_step_is_in_memory_and_on_the_disk(
 def test_a_copied_step_has_its_own_memory(durable: DurableSteps, pipeline: Pipeline) -> None:
     stages = durable.take(TrainState())
     pipeline.weights[0].fill_(7)
-    assert stages is not None
     assert stages[0].parts[0].tensors["weights/0"].tolist() == [1, 1, 1]
 
 
@@ -126,7 +122,6 @@ def test_a_state_that_is_not_finite_does_not_replace_the_one_before(
     pipeline.weights[1][0] = bad
     with caplog.at_level(logging.WARNING, "hetero_framework"):
         assert durable.take(TrainState(step=2)) is None
-    assert durable.newest is not None
     assert durable.newest.state.step == 1
     assert "weights/1 of stage 1 is not finite after step 2" in caplog.text
 
@@ -137,7 +132,6 @@ def test_going_back_gives_the_step_and_the_state_of_its_stages(
     assert durable.rewind() is None
     pipeline.committed = 3
     stages = durable.take(TrainState(step=4))
-    assert stages is not None
     pipeline.committed = 8
     assert durable.rewind() == TrainState(step=4)
     assert pipeline.rewound == [(3, {k: held.digest for k, held in stages.items()})]
@@ -147,7 +141,6 @@ def test_a_copy_that_changed_in_memory_is_not_used(
     durable: DurableSteps, pipeline: Pipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     stages = durable.take(TrainState(step=4))
-    assert stages is not None
     stages[1].parts[0].tensors["weights/1"][0] = 1.0
     with caplog.at_level(logging.WARNING, "hetero_framework"):
         assert durable.rewind() is None
@@ -165,7 +158,6 @@ def test_a_link_that_breaks_when_a_copy_begins_costs_no_later_copy(
     pipeline.breaks = False
     durable.after_step(TrainState(step=3), 0.1)
     pipeline.finish_snapshot()
-    assert durable.newest is not None
     assert durable.newest.state.step == 3
 
 
@@ -176,6 +168,5 @@ def test_copies_are_made_at_their_interval(durable: DurableSteps, pipeline: Pipe
         durable.after_step(TrainState(step=step), 0.1)
         if pipeline.take is not None and step > 1:
             pipeline.finish_snapshot()
-        assert durable.newest is not None
         made.append(durable.newest.state.step)
     assert made == [1, 1, 3, 3, 5, 5, 7]

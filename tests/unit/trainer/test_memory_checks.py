@@ -60,7 +60,6 @@ def test_stages_that_do_not_fit_are_named_with_the_bytes_that_lack() -> None:
     assert refused.message.startswith("worker 1 has ")
     assert " free, 5 MiB too little: stage 1 (layers 4-7) needs " in refused.message
     assert "coordinator" not in refused.message
-    assert refused.hint is not None
     assert refused.hint.startswith("give it fewer layers in shard_plan; or an adapter instead")
 
 

@@ -179,7 +179,6 @@ def test_a_lack_of_host_memory_names_that_and_not_the_device(
     assert (
         "forward of micro-batch 0: host memory ran out on cpu, it needs at least 23.0 GiB" in text
     )
-    assert raised.value.hint is not None
     assert raised.value.hint.startswith("keep less in this machine's host memory")
     short_of_memory(monkeypatch, SHAPES["torch"], tokens=30)
     with pytest.raises(OutOfMemory, match="forward of micro-batch 0: memory ran out on cpu"):

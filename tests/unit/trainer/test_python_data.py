@@ -60,7 +60,6 @@ def test_objects_stand_for_all_that_names_their_files(data: dict[str, Any], alon
     """Settings of `data` that go with other files do not apply to them; the rest does."""
     config = alone(data=data, training={"eval_strategy": "epoch"})
     config = with_objects(config, {"train_dataset": RECORDS, "eval_dataset": RECORDS})
-    assert config.data is not None
     assert config.data.max_length == data.get("max_length", 1024)
     reader = SplitReader(config.data.train_split, ("train",), config.data.dataset_config)
     rows = reader.read(find_sources(config.data.paths, config.base_dir), print)
@@ -98,7 +97,6 @@ def test_a_workers_machine_is_told_its_command(alone: Alone, tmp_path: Path) -> 
 
 def test_a_tokenizer_is_taken(alone: Alone) -> None:
     config = alone()
-    assert config.model is not None
     tokenizer = AutoTokenizer.from_pretrained(config.model.name_or_path)
     tokenizer.add_eos_token = False
     tokenizer.pad_token = tokenizer.eos_token
@@ -118,7 +116,6 @@ def test_the_summary_says_what_was_made_and_loads_it(alone: Alone, tmp_path: Pat
     config = alone(training={**best, "save_strategy": "steps"}, data=None)
     summary = train(config, train_dataset=RECORDS, eval_dataset=RECORDS)
     assert summary.output_dir == tmp_path / "run"
-    assert summary.best_checkpoint is not None
     assert summary.best_checkpoint.parent == tmp_path / "run" / "checkpoints"
     assert {"loss", "eval_loss", "learning_rate"} <= summary.metrics.keys()
     assert isinstance(summary.load(), LlamaForCausalLM)

@@ -195,7 +195,6 @@ def test_stages_hold_as_many_micro_batches_as_their_memory_allows() -> None:
     assert first.in_flight == 4
     room = {"local": fact("cuda:0", first.holding(3).total), 1: fact("cuda:1", last.total)}
     fitted = fit_devices(parts, room)
-    assert fitted.memory_limits is not None
     assert fitted.memory_limits[0] == 3
     assert fitted.memory[0] == replace(first.holding(3), device="cuda:0")
     chosen = prepared(config(gradient_accumulation_steps=8, max_in_flight=4), 512)
