@@ -149,8 +149,13 @@ def chat(*roles: str) -> str:
     return json.dumps({"messages": [{"role": role, "content": "a b"} for role in roles]})
 
 
+def of(section: str, **fields: Any) -> dict[str, Any]:
+    """A section of the configuration with other fields."""
+    return {"config": {section: fields}}
+
+
 def trained(**settings: Any) -> dict[str, Any]:
-    return {"config": {"training": settings}}
+    return of("training", **settings)
 
 
 TEXT = '{"text": "the a model trains"}\n'
@@ -186,11 +191,11 @@ ROWS = [
         'did you mean "gradient_accumulation_steps"',
         **trained(gradient_acumulation_steps=2),
     ),
-    row("31", r"coordinator\.ip: is missing \(Address", config={"coordinator": {"ip": None}}),
-    row("32-text", r"coordinator\.port: must be a whole", config={"coordinator": {"port": "99"}}),
-    row("32-bool", r"coordinator\.port: .*not true", config={"coordinator": {"port": True}}),
-    row("33-zero", r"coordinator\.port: .*at least 1", config={"coordinator": {"port": 0}}),
-    row("33-large", r"port: .*at most 65535", config={"coordinator": {"port": 70000}}),
+    row("31", r"coordinator\.ip: is missing \(Address", **of("coordinator", ip=None)),
+    row("32-text", r"coordinator\.port: must be a whole", **of("coordinator", port="99")),
+    row("32-bool", r"coordinator\.port: .*not true", **of("coordinator", port=True)),
+    row("33-zero", r"coordinator\.port: .*at least 1", **of("coordinator", port=0)),
+    row("33-large", r"port: .*at most 65535", **of("coordinator", port=70000)),
     row("34", r"\[1\]\.start: is 2.* start it at 3", config=plan(("local", 0, 3), ("local", 2, 4))),
     row(
         "35-gap",
@@ -227,23 +232,19 @@ ROWS = [
     row("43", r"training\.adam_beta2: must be less than 1", **trained(adam_beta2=1.0)),
     row("43-list", r"training\.betas", **trained(betas=[0.9, 0.9, 0.9])),
     row("43-name", r"training\.optim: 'adamm'", "one of: .*sgd", **trained(optim="adamm")),
-    row(
-        "44-dropout",
-        r"lora_dropout: must be less than 1",
-        config={"adapter": {"lora_dropout": 1.5}},
-    ),
+    row("44-dropout", r"lora_dropout: must be less than 1", **of("adapter", lora_dropout=1.5)),
     row("44-clip", r"max_grad_norm: must be at least 0", **trained(max_grad_norm=-1.0)),
-    row("45-rank", r"adapter\.r: must be at least 1", config={"adapter": {"r": 0}}),
+    row("45-rank", r"adapter\.r: must be at least 1", **of("adapter", r=0)),
     row(
         "45-module",
         "nope_proj",
         "modules that can be named: .*q_proj",
-        config={"adapter": {"target_modules": ["nope_proj"]}},
+        **of("adapter", target_modules=["nope_proj"]),
     ),
-    row("46-cuda", "cuda:77", "cpu", config={"coordinator": {"device": "cuda:77"}}),
-    row("46-rocm", "rocm", "cpu", config={"coordinator": {"device": "rocm:9"}}),
-    row("46-word", r'coordinator\.device: "gpu" is no', config={"coordinator": {"device": "gpu"}}),
-    row("47", r"model\.dtype: must be .*float16", config={"model": {"dtype": "fp8"}}),
+    row("46-cuda", "cuda:77", "cpu", **of("coordinator", device="cuda:77")),
+    row("46-rocm", "rocm", "cpu", **of("coordinator", device="rocm:9")),
+    row("46-word", r'coordinator\.device: "gpu" is no', **of("coordinator", device="gpu")),
+    row("47", r"model\.dtype: must be .*float16", **of("model", dtype="fp8")),
     row(
         "48",
         r"training\.fp16: needs float32 weights",
@@ -296,30 +297,28 @@ ROWS = [
     row("53-system", r"training\.output_dir", "/proc/none", **trained(output_dir="/proc/none")),
     row("53-nul", r"training\.output_dir", **trained(output_dir="a\0b")),
     # 54: a run starts afresh in the directory of another one and keeps its files aside.
-    row(
-        "55-model", r"trust_remote_code", "never run", config={"model": {"trust_remote_code": True}}
-    ),
+    row("55-model", r"trust_remote_code", "never run", **of("model", trust_remote_code=True)),
     row("55-top", "trust_remote_code.*never run", config={"trust_remote_code": True}),
-    row("56-token", r"model\.token", "HF_TOKEN", config={"model": {"token": "hf_" + "a1" * 17}}),
+    row("56-token", r"model\.token", "HF_TOKEN", **of("model", token="hf_" + "a1" * 17)),
     row("56-hub", r"hub_token", "HF_TOKEN", **trained(hub_token="x")),
     row(
         "56-key",
         r"model\.tokenizer: holds a secret",
-        config={"model": {"tokenizer": "-----BEGIN PRIVATE KEY-----\nMIIEvQ\n"}},
+        **of("model", tokenizer="-----BEGIN PRIVATE KEY-----\nMIIEvQ\n"),
     ),
     row(
         "56-value",
         r"data\.dataset_config: holds a secret",
-        config={"data": {"dataset_config": "hf_" + "Ab1" * 12}},
+        **of("data", dataset_config="hf_" + "Ab1" * 12),
     ),
     # -- data and tokenizer
     row(
         "57-missing",
         r"data file not found: none\.jsonl",
         "looked",
-        config={"data": {"train": "none.jsonl"}},
+        **of("data", train="none.jsonl"),
     ),
-    row("57-pattern", r"no file matches none\*\.jsonl", config={"data": {"train": "none*.jsonl"}}),
+    row("57-pattern", r"no file matches none\*\.jsonl", **of("data", train="none*.jsonl")),
     row("57-none", r"x\.jsonl holds no example", **data("")),
     row("58-json", r"x\.jsonl:2: not JSON .*: \{nope", **data(TEXT + "{nope\n")),
     row("58-object", r"x\.jsonl:1: expected a JSON object, found a list", **data("[1]\n")),
@@ -353,7 +352,7 @@ ROWS = [
         "66-twice",
         r"warning: data\.train names \./good\.jsonl twice",
         code=0,
-        config={"data": {"train": ["good.jsonl", "./good.jsonl"]}},
+        **of("data", train=["good.jsonl", "./good.jsonl"]),
     ),
     row(
         "66-eval",
@@ -365,13 +364,13 @@ ROWS = [
         "67",
         "6 of 6 examples were longer than max_length=4 and were cut",
         code=0,
-        config={"data": {"max_length": 4}},
+        **of("data", max_length=4),
     ),
     row(
         "68",
         r"none of the .* examples has a token to learn from",
         "data.max_length=2 cuts off all",
-        config={"data": {"train": "x.jsonl", "max_length": 2}},
+        **of("data", train="x.jsonl", max_length=2),
         prepare=lambda folder: (folder / "x.jsonl").write_text(
             json.dumps({"prompt": "the a model trains on", "completion": "many"})
         ),
@@ -395,7 +394,7 @@ ROWS = [
             "config": {"data": {"train": "x.jsonl"}, "training": {"dataloader_drop_last": True}},
         },
     ),
-    row("71-missing", "there is no folder .*none", config={"model": {"tokenizer": "./none"}}),
+    row("71-missing", "there is no folder .*none", **of("model", tokenizer="./none")),
     row(
         "71-vocab",
         r"good\.jsonl:1: token .* has the id \d+, but the model has only 50 embeddings",
@@ -408,7 +407,7 @@ ROWS = [
         "73-raises",
         "chat template",
         "no such role",
-        config={"data": {"train": "x.jsonl", "chat_template_path": "t.jinja"}},
+        **of("data", train="x.jsonl", chat_template_path="t.jinja"),
         prepare=lambda folder: (
             (folder / "t.jinja").write_text(RAISES),
             (folder / "x.jsonl").write_text(chat("user", "assistant")),
@@ -417,7 +416,7 @@ ROWS = [
     row(
         "73-syntax",
         "chat template",
-        config={"data": {"train": "x.jsonl", "chat_template_path": "t.jinja"}},
+        **of("data", train="x.jsonl", chat_template_path="t.jinja"),
         prepare=lambda folder: (
             (folder / "t.jinja").write_text("{% for %}"),
             (folder / "x.jsonl").write_text(chat("user", "assistant")),
@@ -444,7 +443,7 @@ ROWS = [
         "77-none",
         "no model directory .*none",
         r"model\.name_or_path",
-        config={"model": {"name_or_path": "./none"}},
+        **of("model", name_or_path="./none"),
     ),
     row(
         "77-config",
@@ -499,7 +498,7 @@ ROWS = [
         **edited("config.json", _attn_implementation_internal="a/b"),
     ),
     # 86: a branch is not refused; `hetero doctor --config` names the commit to write.
-    row("86-none", "'no/such'", "hub", config={"model": {"name_or_path": "no/such"}}),
+    row("86-none", "'no/such'", "hub", **of("model", name_or_path="no/such")),
     # -- the command line
     row("97", "there is no command 'trian'; did you mean train", command="trian"),
     row("98", "unrecognized.*--jsno; did you mean --json", options=("--jsno",), command="check"),

@@ -217,6 +217,10 @@ def replies(*lines: str) -> Callable[[str], str]:
     return ask
 
 
+ALL = Answers(model="m", layers=4, workers=["localhost"], adapter="lora", data="d", objective="sft")
+"""What the wizard asks for."""
+
+
 @needs("chains", "classification")
 def test_wizard_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
     output = tmp_path / "c.json"
@@ -266,10 +270,7 @@ def test_wizard_does_not_replace_a_file_unasked(tmp_path: Path) -> None:
     output.write_text("precious", encoding="utf-8")
     assert run_wizard(Answers(), output, ask=replies("no"), say=lambda text: None) == 0
     assert output.read_text(encoding="utf-8") == "precious"
-    answers = Answers(
-        model="m", layers=4, workers=["localhost"], adapter="lora", data="d", objective="sft"
-    )
-    assert run_wizard(answers, output, ask=replies("yes", ""), say=lambda text: None) == 0
+    assert run_wizard(ALL, output, ask=replies("yes", ""), say=lambda text: None) == 0
     assert load_config(output).model is not None
 
 
@@ -290,11 +291,8 @@ def test_wizard_asks_on_a_terminal_whether_to_measure(
     reply: str, planned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
-    answers = Answers(
-        model="m", layers=4, workers=["localhost"], adapter="lora", data="d", objective="sft"
-    )
     said: list[str] = []
-    assert run_wizard(answers, tmp_path / "c.json", ask=replies("cpu", reply), say=said.append) == 0
+    assert run_wizard(ALL, tmp_path / "c.json", ask=replies("cpu", reply), say=said.append) == 0
     assert load_config(tmp_path / "c.json").is_planned is planned
     assert ("The plan is made when the run begins" in "".join(said)) is not planned
 

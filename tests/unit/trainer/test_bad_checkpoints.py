@@ -35,14 +35,17 @@ def edit(step: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def remake(step: Path, change: Callable[[Tensors], object], **manifest: Any) -> None:
-    """The checkpoint of someone who knows how they are made, with other content."""
+def remake(
+    step: Path, change: Callable[[Tensors], object], number: int | None = None, **manifest: Any
+) -> None:
+    """The checkpoint of someone who knows how they are made, with other content or of a step with
+    another number."""
     store = CheckpointStore(step.parent)
     reader = store.open(int(step.name.removeprefix("step_")))
     tensors = dict(reader.read(reader.names()))
     change(tensors)
     kept = {k: v for k, v in reader.manifest.items() if k not in ("format_version", "step")}
-    with store.begin(reader.step) as writer:
+    with store.begin(number or reader.step) as writer:
         writer.add(0, 0, tensors)
         writer.commit(kept | manifest)
 
@@ -156,12 +159,12 @@ ROWS = [
     ),
     Row(
         "90 another step than its position says",
-        lambda step: remake(step, lambda t: None, position={**position(step), "step": 1}),
+        lambda step: remake(step, lambda t: None, position=position(step, 1)),
         ("checkpoint 2 is damaged: it says that 1 steps were done",),
     ),
     Row(
         "90 a step beyond the run",
-        lambda step: move_to(step, 10**17),
+        lambda step: remake(step, lambda t: None, 10**17, position=position(step, 10**17)),
         ("checkpoint 100000000000000000 lies beyond the 3 steps of this run: nothing is left",),
         **GOES_ON,
     ),
@@ -218,17 +221,9 @@ ROWS = [
 ]
 
 
-def position(step: Path) -> dict[str, Any]:
-    return dict(CheckpointStore(step.parent).open(2).manifest["position"])
-
-
-def move_to(step: Path, number: int) -> None:
-    """A checkpoint that says all through that it is of another step."""
-    reader = CheckpointStore(step.parent).open(2)
-    kept = {k: v for k, v in reader.manifest.items() if k not in ("format_version", "step")}
-    with CheckpointStore(step.parent).begin(number) as writer:
-        writer.add(0, 0, dict(reader.read(reader.names())))
-        writer.commit({**kept, "position": {**position(step), "step": number}})
+def position(step: Path, number: int) -> dict[str, Any]:
+    """That of the checkpoint, but for the number of its step."""
+    return {**CheckpointStore(step.parent).open(2).manifest["position"], "step": number}
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 1}

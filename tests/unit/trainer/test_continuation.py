@@ -15,7 +15,7 @@ from transformers import get_scheduler
 
 from hetero_framework.config import Config, effects
 from hetero_framework.config.section import FREE, IDENTITY, RESULT, ROUNDING
-from hetero_framework.data import load_data, load_tokenizer
+from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer.continuation import check_identity, contents, identity, versions
 from hetero_framework.trainer.resolution import Resolved
@@ -33,9 +33,15 @@ ALL = {
 
 def checkpoint(config: Config) -> Any:
     """Of a run with that configuration and no worker."""
+    data, found = loaded(config)
+    return checkpoint_of(config, data.fingerprint, found)
+
+
+def loaded(config: Config) -> tuple[TrainData, Any]:
+    """The data of a run, and what its checkpoints note of them and of the tokenizer."""
     tokenizer = load_tokenizer(config)
     data = load_data(config, tokenizer)
-    return checkpoint_of(config, data.fingerprint, contents(tokenizer, data))
+    return data, contents(tokenizer, data)
 
 
 def checkpoint_of(config: Config, fingerprint: str, found: Any) -> Any:
@@ -52,9 +58,7 @@ def checkpoint_of(config: Config, fingerprint: str, found: Any) -> Any:
 
 
 def take_up(reader: Any, config: Config) -> None:
-    tokenizer = load_tokenizer(config)
-    data = load_data(config, tokenizer)
-    check_identity(reader, Resolved.start(config), data, contents(tokenizer, data))
+    check_identity(reader, Resolved.start(config), *loaded(config))
 
 
 @needs("islands")
@@ -68,9 +72,7 @@ def test_each_setting_of_the_schema_is_refused_reported_or_free(
     alone: Alone, logged: list[str]
 ) -> None:
     config = alone(**ALL, training={"run_name": "a"})  # of an extra that this run does not ask for
-    tokenizer = load_tokenizer(config)
-    data = load_data(config, tokenizer)
-    now, resolved = contents(tokenizer, data), Resolved.start(config)
+    (data, now), resolved = loaded(config), Resolved.start(config)
     seen = {}
     for name in effects.effects():
         section, _, key = name.partition(".")
@@ -143,9 +145,7 @@ def test_more_epochs_are_reported_with_the_learning_rate(
 
 def test_another_precision_of_a_layer_is_refused(alone: Alone) -> None:
     started = alone()
-    tokenizer = load_tokenizer(started)
-    data = load_data(started, tokenizer)
-    now = contents(tokenizer, data)
+    data, now = loaded(started)
     config = started.with_changes(
         adapter={"r": 2},
         model={"quantization": "nf4"},
