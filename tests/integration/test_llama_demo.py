@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,7 @@ def test_llama_example_trains_a_tiny_model_stored_in_4_bits(pool, texts, tmp_pat
     here = [("coordinator", pool.machines["coordinator"])]
     here += [(f"workers[{i}]", pool.machines["workers"][i]) for i in range(2)]
     places = [
-        f'--set={name}.{key}="{machine[key]}"'
-        if key != "port"
-        else f"--set={name}.port={machine[key]}"
+        f"--set={name}.{key}={json.dumps(machine[key])}"
         for name, machine in here
         for key in ("hostname", "ip", "port", "device")
     ]

@@ -151,11 +151,6 @@ def test_module_runs_as_a_program_on_a_bare_terminal() -> None:
     assert all(command in done.stdout.replace("\n", "") for command in COMMANDS)
 
 
-def test_no_command_prints_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 2
-    assert "COMMAND" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("command", ["check", "train", "worker"])
 def test_user_error_is_one_message_and_exit_code_2(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

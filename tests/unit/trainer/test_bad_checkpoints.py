@@ -317,12 +317,7 @@ def test_94_a_checkpoint_on_a_disk_without_modes_is_read(
     assert resume("latest")[0] == 0
 
 
-def test_88_a_checkpoint_of_another_run_says_the_first_difference(resume) -> None:
-    code, said = resume("latest", seed=7)
-    assert code == 2
-    assert "checkpoint 2 belongs to another run: training.seed was 42, now it is 7" in said
-
-
+# 88, a checkpoint of another run, is in test_continuation.py and integration/test_resume.py.
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
 

@@ -235,14 +235,7 @@ def test_the_loss_chunk_is_decided_before_any_process_starts() -> None:
 def test_codecs_report_their_effect_or_why_they_have_none(
     dtype: str, wire: dict[str, str], said: list[str]
 ) -> None:
-    machine = {"hostname": "localhost", "ip": "127.0.0.1"}
-    raw = {
-        "coordinator": machine,
-        "workers": [{**machine, "id": 1}],
-        "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
-        "model": {"from_config": {"model_type": "llama"}, "dtype": dtype},
-        "wire": wire,
-    }
-    lines = codec_lines(Config.from_dict(raw), LlamaConfig())
+    cfg = config().with_changes(model={"dtype": dtype}, wire=wire)
+    lines = codec_lines(cfg, LlamaConfig())
     assert len(lines) == len(said)
     assert all(text in line for text, line in zip(said, lines, strict=True))
