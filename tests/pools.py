@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,11 +86,16 @@ class Pool:
 
 
 class Notes(Progress):
-    """Keeps what the user would read."""
+    """Keeps what the user would read, and may do something after each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, after_step: Callable[[int], object] = lambda step: None) -> None:
         super().__init__()
         self.lines: list[str] = []
+        self.after_step = after_step
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        super().step(metrics)
+        self.after_step(metrics["step"])
 
     def message(self, text: str) -> None:
         self.lines.append(text)

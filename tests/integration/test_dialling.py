@@ -89,15 +89,13 @@ def test_a_worker_that_dials_trains_and_redials_after_a_cut_link(
 
     listening: list[Any] = []
 
-    class Cut(Notes):
-        def step(self, metrics: dict[str, Any]) -> None:
-            super().step(metrics)
-            if metrics["step"] == 2:
-                proxy.reset()
-            found = psutil.Process(first.process.pid).net_connections("inet")
-            listening.extend(c.laddr for c in found if c.status == psutil.CONN_LISTEN)
+    def cut(step: int) -> None:
+        if step == 2:
+            proxy.reset()
+        found = psutil.Process(first.process.pid).net_connections("inet")
+        listening.extend(c.laddr for c in found if c.status == psutil.CONN_LISTEN)
 
-    notes = Cut()
+    notes = Notes(cut)
     with proxy, workers(first, second):
         second.waits_for("listens on")
         asked = diagnosis.MachineView(Config.from_dict(raw), roles.Role(True, ())).workers
@@ -152,19 +150,16 @@ def test_over_tls_a_worker_that_dials_is_held_to_its_own_certificate(
     thief = Worker(1, raw, tmp_path / "thief", "--keys", str(stolen.path))
     other = Worker(1, raw, tmp_path / "other", *given)
 
-    class Watch(Notes):
-        """Holds the run until both that do not belong have been told."""
-
-        def step(self, metrics: dict[str, Any]) -> None:
-            super().step(metrics)
-            if metrics["step"] == 3:
-                thief.waits_for("the certificate is that of worker 2, not worker 1")
-                with socket.create_connection(("127.0.0.1", raw["coordinator"]["port"])) as sock:
-                    sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+    def hold(step: int) -> None:
+        """Until both that do not belong have been told."""
+        if step == 3:
+            thief.waits_for("the certificate is that of worker 2, not worker 1")
+            with socket.create_connection(("127.0.0.1", raw["coordinator"]["port"])) as sock:
+                sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
 
     with workers(first, second, thief, other):
         access = access_of(Config.from_dict(raw), "local", KeyOptions(keys.path))
-        train(Config.from_dict(raw), debug=True, progress=Watch(), access=access)
+        train(Config.from_dict(raw), debug=True, progress=Notes(hold), access=access)
         assert read_metrics(tmp_path / "run") == whole
         refused = [worker.log.read_text() for worker in (first, other)]
         assert sum("worker 1 is connected from 127.0.0.1" in text for text in refused) == 1

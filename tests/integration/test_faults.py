@@ -260,13 +260,11 @@ def test_a_flipped_bit_on_the_way_changes_nothing(make, proxies, whole, tmp_path
     """To a worker, from one, and on a tensor's way through the coordinator, which does not look."""
     flips = {2: proxies[2].up, 3: proxies[2].down, 4: proxies[1].down, 5: proxies[1].up}
 
-    class Flip(Notes):
-        def step(self, metrics: Mapping[str, Any]) -> None:
-            super().step(metrics)
-            if (faults := flips.get(metrics["step"])) is not None:
-                faults.flip_in = 3000  # of the next step
+    def flip(step: int) -> None:
+        if (faults := flips.get(step)) is not None:
+            faults.flip_in = 3000  # of the next step
 
-    notes = Flip()
+    notes = Notes(flip)
     train(make("run", [2, 4], proxies), progress=notes)
     assert sum(proxy.connections for proxy in proxies.values()) == len(proxies) + len(flips)
     assert any("a frame arrived damaged" in line for line in notes.lines)
@@ -331,16 +329,15 @@ def test_strangers_at_a_workers_port_disturb_nothing(make, pool, whole, tmp_path
         b"",
     ]
 
-    class Strangers(SignalAt):
-        def step(self, metrics: dict[str, Any]) -> None:
-            for greeting in greetings:
-                strangers.append(socket.create_connection(address))
-                strangers[-1].sendall(greeting)
+    def come(step: int) -> None:
+        for greeting in greetings:
             strangers.append(socket.create_connection(address))
-            strangers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            strangers[-1].close()  # gone by RST before it is accepted
+            strangers[-1].sendall(greeting)
+        strangers.append(socket.create_connection(address))
+        strangers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        strangers[-1].close()  # gone by RST before it is accepted
 
-    notes = Strangers(0)
+    notes = Notes(come)
     train(make("run", [2, 4]), progress=notes)
     for stranger in strangers:
         stranger.close()

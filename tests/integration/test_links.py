@@ -200,15 +200,13 @@ def switch(pool: Pool):
 def test_all_links_lost_at_once_cost_a_repeated_step(run, switch, tmp_path) -> None:
     """No worker can tell the coordinator that the link between them is gone too."""
 
-    class Outage(Notes):
-        def step(self, metrics: Any) -> None:
-            super().step(metrics)
-            if metrics["step"] in (2, 5):
-                for proxy in switch.values():
-                    proxy.reset()
+    def outage(step: int) -> None:
+        if step in (2, 5):
+            for proxy in switch.values():
+                proxy.reset()
 
     through = {worker: proxy.port for worker, proxy in switch.items()}
-    notes = run("cut", [2, 4], through, Outage(), training={"step_timeout_s": 5.0})
+    notes = run("cut", [2, 4], through, Notes(outage), training={"step_timeout_s": 5.0})
     assert any("go through the coordinator until" in line for line in notes.lines)
     run("whole", [])
     assert_same_runs(tmp_path / "cut", tmp_path / "whole")
@@ -267,15 +265,14 @@ def test_unknown_connections_at_a_workers_port_are_refused_as_peers(run, pool, t
         Message(m.PeerLost(1, "none")),
     ]
 
-    class Strangers(Notes):
-        def step(self, metrics: Any) -> None:
-            super().step(metrics)
-            for greeting in greetings:
-                strangers.append(socket.create_connection(address))
-                strangers[-1].sendall(framed(greeting) * 2)
-
     strangers: list[socket.socket] = []
-    notes = run("cut", [2, 4], notes=Strangers(), links="direct")
+
+    def come(step: int) -> None:
+        for greeting in greetings:
+            strangers.append(socket.create_connection(address))
+            strangers[-1].sendall(framed(greeting) * 2)
+
+    notes = run("cut", [2, 4], notes=Notes(come), links="direct")
     for stranger in strangers:
         stranger.close()
     assert not [line for line in notes.lines if "lost the link" in line]

@@ -128,17 +128,15 @@ def test_killed_worker_behind_a_unix_socket_costs_steps_and_changes_nothing(
 ) -> None:
     cluster = Cluster(tmp_path, llama, texts, local_sockets="on")
 
-    class Kill(Notes):
-        def step(self, metrics: dict[str, Any]) -> None:
-            super().step(metrics)
-            if metrics["step"] == 2 and cluster.processes[0].returncode is None:
-                cluster.processes[0].kill()
-                cluster.processes[0].wait(WAIT_S)
-                file, log = tmp_path / "workers.json", tmp_path / "again.log"
-                cluster.logs.append(log)
-                cluster.processes.append(cluster._start(1, file, log))
+    def kill(step: int) -> None:
+        if step == 2 and cluster.processes[0].returncode is None:
+            cluster.processes[0].kill()
+            cluster.processes[0].wait(WAIT_S)
+            file, log = tmp_path / "workers.json", tmp_path / "again.log"
+            cluster.logs.append(log)
+            cluster.processes.append(cluster._start(1, file, log))
 
-    notes = Kill()
+    notes = Notes(kill)
     try:
         cluster.wait()
         assert cluster.train("killed", notes)[0] == undisturbed
@@ -153,13 +151,11 @@ def test_killed_worker_behind_a_unix_socket_costs_steps_and_changes_nothing(
 def test_byte_that_is_changed_on_its_way_costs_a_step_and_changes_nothing(
     cluster: Cluster, undisturbed: list[tuple]
 ) -> None:
-    class Flip(Notes):
-        def step(self, metrics: dict[str, Any]) -> None:
-            super().step(metrics)
-            if metrics["step"] == 2:
-                cluster.proxies[0].up.flip_in = 5000
+    def flip(step: int) -> None:
+        if step == 2:
+            cluster.proxies[0].up.flip_in = 5000
 
-    notes = Flip()
+    notes = Notes(flip)
     assert cluster.train("flipped", notes)[0] == undisturbed
     assert any("lost the link to worker 1" in line for line in notes.lines)
     assert "DECRYPTION_FAILED_OR_BAD_RECORD_MAC" in cluster.logs[0].read_text()

@@ -307,14 +307,13 @@ def test_a_stop_without_a_checkpoint_names_the_step_to_continue_after(
     """Ctrl-C, and "n" to the question: the durable step is still there."""
     config = alone(adapter={"r": 4, "target_modules": "all-linear"})
 
-    class Stops(Notes):
-        def step(self, line: dict[str, Any]) -> None:
-            if line["step"] == 2:
-                os.kill(os.getpid(), signal.SIGINT)
+    def stop(step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(signals.StopRequest, "wants_checkpoint", lambda *_: False)
     with pytest.raises(StoppedEarly, match=r"--fresh begins anew") as stopped:
-        train(config, progress=Stops())
+        train(config, progress=Notes(stop))
     found = re.search(r"continue after step (\d) with the same command", str(stopped.value))
     assert steps_saved(config) == []
     train(config, progress=(notes := Notes()))
