@@ -183,6 +183,12 @@ def is_listening(port: int) -> bool:
     return False
 
 
+def hetero(*words: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    """What a process of `hetero` with these words ended with, and what it said."""
+    program = [sys.executable, "-m", "hetero_framework", *words]
+    return subprocess.run(program, capture_output=True, text=True, **{"timeout": 300, **how})
+
+
 def with_end(process: subprocess.Popen[bytes], log: Path | None = None) -> None:
     """Wait a moment for a starting process; fail if it ended, with its log."""
     try:

@@ -22,6 +22,7 @@ from tests.fault_proxy import FaultProxy
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.integration.test_resume import evals
 from tests.pools import NUM_WORKERS, Notes, read_metrics
+from tests.samples import plan_of
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
@@ -30,15 +31,12 @@ LAYERS = 6
 
 def random_plan(dice: random.Random) -> list[dict[str, Any]]:
     cuts = sorted(dice.sample(range(1, LAYERS), dice.randint(1, LAYERS - 1)))
-    bounds = [0, *cuts, LAYERS]
     owners: list[int | str] = ["local"]
     for _ in cuts:
         others = [w for w in ("local", *range(1, NUM_WORKERS + 1)) if w != owners[-1]]
         owners.append(dice.choice(others))
-    return [
-        {"id": owner, "start": start, "end": end, "links": dice.choice([None, "relay", "auto"])}
-        for owner, start, end in zip(owners, bounds, bounds[1:], strict=False)
-    ]
+    plan = plan_of(*zip(owners, [*cuts, LAYERS], strict=True))
+    return [{**entry, "links": dice.choice([None, "relay", "auto"])} for entry in plan]
 
 
 def random_sections(dice: random.Random) -> dict[str, Any]:

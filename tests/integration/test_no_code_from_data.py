@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from hetero_framework.cli import main
-from tests.samples import free_ports, save_llama, save_texts
+from tests.pools import hetero
+from tests.samples import free_ports, plan_of, save_llama, save_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 # A module that leaves a trace when it is imported, and whose every name is a class.
@@ -90,7 +91,6 @@ REPOSITORIES: dict[str, tuple[Callable[[Path], object], str]] = {
 def configuration(folder: Path, model: Path, *, worker: bool = False) -> Path:
     machine = {"ip": "127.0.0.1", "device": "cpu"}
     ports = free_ports(2)
-    last = [{"id": 1, "start": 1, "end": 2}] if worker else []
     training = {
         "max_steps": 2,
         "per_device_train_batch_size": 2,
@@ -101,7 +101,7 @@ def configuration(folder: Path, model: Path, *, worker: bool = False) -> Path:
     config = {
         "coordinator": {**machine, "port": ports[0]},
         "workers": [{**machine, "id": 1, "port": ports[1]}] if worker else [],
-        "shard_plan": [{"id": "local", "start": 0, "end": 1 if worker else 2}, *last],
+        "shard_plan": plan_of(("local", 1), (1, 2)) if worker else plan_of(("local", 2)),
         "model": {"name_or_path": str(model)},
         "adapter": {"r": 2},
         "data": {"train": str(save_texts(folder / "texts.jsonl", 8)), "max_length": 32},
@@ -162,13 +162,7 @@ def test_no_process_of_a_run_unpickles_anything(tmp_path: Path) -> None:
         ["train", "--config", str(config), "--set", "training.max_steps=3", "--resume", "latest"],
         ["export", "--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "out")],
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "hetero_framework", *command],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        done = hetero(*command, env=env)
         assert done.returncode == 0, done.stderr
     assert not trace.exists(), trace.read_text()
     assert len(list(seen.iterdir())) >= 5  # two processes in each run, and the export

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from hetero_framework.core import timeouts
 from hetero_framework.errors import OutOfMemory, PeerLostError
 from hetero_framework.trainer.coordinator import train
 from tests.integration.test_parity import LORA, assert_same, assert_same_runs, weights
-from tests.pools import TRAINING, Notes
+from tests.pools import TRAINING, Notes, hetero
 from tests.samples import DEVICE, free_ports, plan_of, read_jsonl
 
 pytestmark = [pytest.mark.usefixtures("nothing_left_here")]
@@ -146,13 +145,7 @@ def command(
     (place / "config.json").write_text(json.dumps(config.to_dict()))
     (place / "mine.py").write_text(TOLD)
     words = ["train", "--config", str(place / "config.json"), "--import", str(place / "mine.py")]
-    return subprocess.run(
-        [sys.executable, "-m", "hetero_framework", *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        timeout=120,
-    )
+    return hetero(*words, env={**os.environ, **environment})
 
 
 LONG = pytest.mark.long
@@ -287,11 +280,10 @@ def test_a_coordinator_that_is_killed_goes_on_with_the_same_command(
     """At one place; faults/test_kill_matrix.py has all of them."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps(configuration(tmp_path / "run", llama, texts).to_dict()))
-    command = [sys.executable, "-m", "hetero_framework", "train", "--config", str(file)]
-    environment = {**os.environ, "HETERO_FAILPOINT": "coordinator/commit-done@5"}
-    killed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    words, failpoint = ("train", "--config", str(file)), "coordinator/commit-done@5"
+    killed = hetero(*words, env={**os.environ, "HETERO_FAILPOINT": failpoint})
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
-    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    again = hetero(*words)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "the run that was cut short here goes on after step" in again.stdout + again.stderr
     assert_same_runs(tmp_path / "run", whole)

@@ -19,7 +19,7 @@ from hetero_framework.cli import build_parser, main
 from hetero_framework.commands.check_report import forecast
 from hetero_framework.config import Config, load_config
 from tests.installed import whole
-from tests.samples import module_of, save_texts, save_tokenizer
+from tests.samples import module_of, plan_of, save_texts, save_tokenizer
 
 pytestmark = whole  # the pages tell of all
 
@@ -265,11 +265,8 @@ def test_the_performance_page_shows_figures_of_check() -> None:
     raw = {"coordinator": {"ip": "127.0.0.1"}, "workers": workers}
     for m, *shown in rows:
         for chunks, idle in zip((1, 2, 4), shown, strict=True):
-            size = 8 // chunks
-            plan = [
-                {"id": owner, "start": k * size, "end": (k + 1) * size}
-                for k, owner in enumerate(["local", 1, 2, 3] * chunks)
-            ]
+            owners = enumerate(["local", 1, 2, 3] * chunks, 1)
+            plan = plan_of(*((owner, k * 8 // chunks) for k, owner in owners))
             training = {"gradient_accumulation_steps": int(m)}
             config = Config.from_dict({**raw, "shard_plan": plan, "training": training})
             assert f"{forecast(config)['bubble']:.0%}" == f"{idle}%"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 from hetero_framework import control
+from tests import pools
 from tests.samples import save_llama, save_texts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,8 +42,7 @@ def extended(folder: Path, section: str) -> Path:
 
 def hetero(folder: Path, *words: str) -> str:
     """The output of a command of the copy."""
-    program = [sys.executable, "-m", PACKAGE, *words]
-    done = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = pools.hetero(*words, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -55,12 +53,8 @@ def configuration(folder: Path, **training: Any) -> str:
     save_texts(folder / "texts.jsonl", 8)
     file = folder / "hetero_config.json"
     shared = {"output_dir": "run", "max_steps": 1, "optim": "sgd", "report_to": "none"}
-    shared |= {
-        "verify_architecture": False,
-        "visualize": False,
-        "timeline_steps": 0,
-        "save_strategy": "no",
-    }
+    shared |= {"verify_architecture": False, "visualize": False, "timeline_steps": 0}
+    shared |= {"save_strategy": "no"}
     raw = {
         "coordinator": {"ip": "127.0.0.1", "device": "cpu"},
         "shard_plan": [{"id": "local", "start": 0, "end": 1}],

@@ -269,10 +269,7 @@ def plan(owners: list[Any], layers_each: int = 2, **training: Any) -> Config:
         {
             "coordinator": {"ip": "127.0.0.1"},
             "workers": [{"id": n, "ip": "127.0.0.1", "port": 7000 + n} for n in workers],
-            "shard_plan": [
-                {"id": owner, "start": k * layers_each, "end": (k + 1) * layers_each}
-                for k, owner in enumerate(owners)
-            ],
+            "shard_plan": plan_of(*((owner, k * layers_each) for k, owner in enumerate(owners, 1))),
             "training": {"gradient_accumulation_steps": 16, **training},
         }
     )
