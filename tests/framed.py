@@ -6,8 +6,11 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-from hetero_framework.core.frames import GOES_ON, PIECE_BYTES
+import msgpack
+
+from hetero_framework.core.frames import GOES_ON, PIECE_BYTES, PREFIX
 from hetero_framework.core.messages import Message, encode
 from hetero_framework.core.send_queue import Hasher, digest
 
@@ -22,6 +25,13 @@ def marked(head: bytes, payload: bytes, end: bytes | None = None) -> bytes:
     starts = range(0, max(1, len(payload)), PIECE_BYTES)
     pieces = [payload[start : start + PIECE_BYTES] for start in starts]
     return head + GOES_ON.join(pieces) + (end or checksum([head, payload]))
+
+
+def frame(header: Any, payload: bytes = b"") -> bytes:
+    """One with any header, packed or to be packed, of a length that fits."""
+    packed = header if isinstance(header, bytes) else msgpack.packb(header)
+    data = PREFIX.pack(4 + len(packed) + len(payload), len(packed)) + packed + payload
+    return data + checksum([data])
 
 
 def checksum(buffers: Iterable[bytes | memoryview]) -> bytes:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import psutil
 import pytest
 import torch
@@ -25,7 +24,7 @@ import torch
 from hetero_framework.config import Config, StageSpec
 from hetero_framework.core import messages as m
 from hetero_framework.core.devices import Device
-from hetero_framework.core.frames import PREFIX, PROTOCOL_VERSION
+from hetero_framework.core.frames import PROTOCOL_VERSION
 from hetero_framework.core.messages import Message, decode
 from hetero_framework.core.send_queue import CHECKSUM_BYTES
 from hetero_framework.core.timeouts import STRANGER_S
@@ -35,7 +34,7 @@ from hetero_framework.errors import ProtocolError
 from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.models.cut.side import Bundle
 from hetero_framework.trainer.coordinator import train
-from tests.framed import checksum, framed
+from tests.framed import frame, framed
 from tests.integration.test_parity import LORA, assert_same_runs
 from tests.pools import Notes, Pool, serving, with_own_worker
 from tests.samples import plan_of
@@ -58,12 +57,6 @@ HELLO = {
     "package": "0",
 }
 STEP = {"step": 0, "attempt": 0, "stage": 1, "micro_batch": 0}
-
-
-def frame(header: Any, payload: bytes = b"") -> bytes:
-    packed = header if isinstance(header, bytes) else msgpack.packb(header)
-    data = PREFIX.pack(4 + len(packed) + len(payload), len(packed)) + packed + payload
-    return data + checksum([data])
 
 
 def hello(**changes: Any) -> bytes:

@@ -30,7 +30,7 @@ from hetero_framework.core.messages import Message
 from hetero_framework.core.send_queue import CHECKSUM_BYTES
 from hetero_framework.errors import HeteroError, PeerLostError, ProtocolError
 from hetero_framework.trainer.coordinator import train
-from tests.framed import checksum, framed
+from tests.framed import frame, framed
 from tests.integration.test_parity import assert_same_runs
 from tests.pools import Notes, serving, started, with_own_worker
 from tests.samples import plan_of
@@ -152,16 +152,7 @@ def member(llama: Path, texts: Path, tmp_path: Path) -> Iterator[Member]:
 
 
 def control_of(data: bytes) -> bytes:
-    return frame_of(b"\x83\xa1t\x32\xa1m\x82\xa4name\xa1x\xa4data" + data + b"\xa1x\x90")
-
-
-def frame_of(header: bytes) -> bytes:
-    frame = PREFIX.pack(4 + len(header), len(header)) + header
-    return frame + checksum([frame])
-
-
-def raw(number: int, fields: Any) -> bytes:
-    return frame_of(msgpack.packb({"t": number, "m": fields, "x": []}))
+    return frame(b"\x83\xa1t\x32\xa1m\x82\xa4name\xa1x\xa4data" + data + b"\xa1x\x90")
 
 
 def test_48_mib_of_empty_maps_are_not_made(member: Member) -> None:
@@ -197,7 +188,7 @@ def test_headers_just_small_enough_do_not_pile_up(member: Member) -> None:
     ],
 )
 def test_wrong_types_are_named(fields: Any, said: str, member: Member) -> None:
-    member.say_raw(raw(m.Ready.spec.number, fields))
+    member.say_raw(frame({"t": m.Ready.spec.number, "m": fields, "x": []}))
     code, log = member.ended()
     assert (code, f"worker 1: {said}" in log) == (2, True), log
 

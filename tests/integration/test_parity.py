@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from hetero_framework.trainer.coordinator import train
 from tests.cases import seldom
 from tests.pools import read_metrics
 from tests.samples import plan_of, read_jsonl, save_llama
+from tests.unit.data_helpers import write_jsonl
 
 pytestmark = pytest.mark.xdist_group("pool")
 
@@ -139,9 +139,8 @@ def test_predictions_of_an_evaluation_are_those_of_one_process(pool, configured,
 
 
 def test_probing_the_longest_micro_batch_changes_no_bit(losses, tmp_path) -> None:
-    lines = [json.dumps({"text": "a model " * count}) for count in (*[3] * 9, 9, 3)]
-    (tmp_path / "late.jsonl").write_text("\n".join(lines))
-    data = {"train": str(tmp_path / "late.jsonl"), "max_length": 64}
+    rows = [{"text": "a model " * count} for count in (*[3] * 9, 9, 3)]
+    data = {"train": str(write_jsonl(tmp_path / "late.jsonl", rows)), "max_length": 64}
     order = {"train_sampling_strategy": "sequential"}
     sections = {"adapter": LORA, "data": data}
     losses([2, 4], "plain", training={**order, "probe_longest_batch": False}, **sections)
@@ -250,9 +249,7 @@ def measured(output: Path, name: str) -> list[float]:
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_every_micro_batch_may_have_another_length(losses, tmp_path, padding_free) -> None:
     lengths = [2, 61, 7, 40, 12, 3, 55, 23, 31, 5, 17, 48]
-    rows = [{"text": "a" * length} for length in lengths]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a" * length} for length in lengths])
     sections = {
         "data": {"train": str(file), "padding_free": padding_free},
         "training": {"per_device_train_batch_size": 1, "num_train_epochs": 1},

@@ -18,7 +18,7 @@ from hetero_framework.trainer.setup import prepare
 from hetero_framework.units import size
 from tests.installed import needs
 from tests.samples import plan_of
-from tests.unit.data_helpers import CHATML, tiny_tokenizer
+from tests.unit.data_helpers import CHATML, tiny_tokenizer, write_jsonl
 
 LLAMA = {
     "model_type": "llama",
@@ -181,8 +181,7 @@ CHAT = [
 @pytest.fixture
 def chat(raw: dict[str, Any], tmp_path: Path) -> Path:
     rows = [{"messages": CHAT}, {"messages": CHAT[:1] + [{**CHAT[1], "content": "four " * 99}]}]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "train.jsonl").write_text(text, encoding="utf-8")
+    write_jsonl(tmp_path / "train.jsonl", rows)
     raw["data"]["max_length"] = 64
     file = tmp_path / "c.json"
     file.write_text(json.dumps(raw), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ from tests.alone import Alone
 from tests.installed import needs
 from tests.pools import read_metrics
 from tests.samples import WORDS, read_jsonl, save_llama
+from tests.unit.data_helpers import write_jsonl
 
 SHAPES = {
     "torch": torch.OutOfMemoryError(
@@ -42,9 +42,9 @@ SHAPES = {
 
 def uneven(path: Path, lengths: list[int]) -> Path:
     draw = random.Random(0)
-    lines = (json.dumps({"text": " ".join(draw.choices(WORDS, k=count))}) for count in lengths)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    return write_jsonl(
+        path, [{"text": " ".join(draw.choices(WORDS, k=count))} for count in lengths]
+    )
 
 
 @pytest.fixture
@@ -213,10 +213,10 @@ def test_f30_a_second_lack_of_memory_in_a_step_ends_the_run_with_numbers(
 def test_it_does_without_the_reference_of_preferences(alone: Alone, tmp_path: Path) -> None:
     words = ["fox"] * 7 + ["fox " * 20, "fox"]
     rows = [{"prompt": "The", "completion": f" {word}", "label": True} for word in words]
-    (tmp_path / "rated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_jsonl(tmp_path / "rated.jsonl", rows)
     training = {"objective": "kto", "train_sampling_strategy": "sequential"}
     alone_settings: dict[str, Any] = {
-        "data": {"train": str(tmp_path / "rated.jsonl"), "max_length": 64},
+        "data": {"train": str(file), "max_length": 64},
         "adapter": {"r": 2, "target_modules": "all-linear"},
         "training": {**training, "precompute_ref_log_probs": False, "max_steps": 2},
     }

@@ -25,6 +25,7 @@ from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.outputs import RunDirectories, run_card
 from tests.alone import Alone
+from tests.unit.data_helpers import write_jsonl
 
 LORA = {"r": 4, "target_modules": "all-linear"}
 
@@ -206,8 +207,7 @@ def card_of(config: Config, step: int | None = None) -> ModelCard:
 
 def measured(config: Config, *lines: dict[str, Any]) -> None:
     config.output_dir.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (config.output_dir / "metrics.jsonl").write_text(text)
+    write_jsonl(config.output_dir / "metrics.jsonl", [*lines])
 
 
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["model", "adapter"])

@@ -23,6 +23,7 @@ from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.python_data import with_objects
 from tests.alone import Alone
 from tests.installed import needs
+from tests.unit.data_helpers import write_jsonl
 
 RECORDS = [{"text": f"a model of {number} words and " * (1 + number % 4)} for number in range(9)]
 
@@ -33,8 +34,7 @@ def records() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("form", ["dataset", "list", "iterable"])
 def test_objects_train_as_their_file_does(form: str, alone: Alone, tmp_path: Path) -> None:
-    file = tmp_path / "records.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    file = write_jsonl(tmp_path / "records.jsonl", RECORDS)
     data = {"train": str(file), "eval": str(file)}
     training = {"eval_strategy": "epoch"}
     of_file = train(alone("file", training=training, data=data))
