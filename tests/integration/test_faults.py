@@ -15,8 +15,8 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -120,16 +120,6 @@ def make(configured: Callable[..., Config], texts: Path) -> Callable[..., Config
         return Config.from_dict(raw)
 
     return build
-
-
-@pytest.fixture
-def proxies(pool: Pool) -> Iterator[dict[int, FaultProxy]]:
-    """A proxy before each of workers 1 and 2."""
-    with ExitStack() as stack:
-        yield {
-            w["id"]: stack.enter_context(FaultProxy((w["ip"], w["port"])))
-            for w in pool.machines["workers"][:2]
-        }
 
 
 @pytest.fixture(scope="module")

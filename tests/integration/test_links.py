@@ -8,7 +8,6 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,43 +186,26 @@ def test_a_direct_link_that_falls_silent_is_given_up(run, proxy, tmp_path) -> No
     assert_same_runs(tmp_path / "cut", tmp_path / "whole")
 
 
-@pytest.fixture
-def switch(pool: Pool):
-    """Proxies before workers 1 and 2: everything between the three machines runs through them."""
-    with ExitStack() as stack:
-        yield {
-            worker["id"]: stack.enter_context(FaultProxy((worker["ip"], worker["port"])))
-            for worker in pool.machines["workers"][:2]
-        }
-
-
-def test_all_links_lost_at_once_cost_a_repeated_step(run, switch, tmp_path) -> None:
-    """No worker can tell the coordinator that the link between them is gone too."""
+def test_all_links_lost_at_once_cost_a_repeated_step(run, proxies, tmp_path) -> None:
+    """All links run through the proxies: no worker can tell the coordinator that the one between
+    them is gone too."""
 
     def outage(step: int) -> None:
         if step in (2, 5):
-            for proxy in switch.values():
+            for proxy in proxies.values():
                 proxy.reset()
 
-    through = {worker: proxy.port for worker, proxy in switch.items()}
+    through = {worker: proxy.port for worker, proxy in proxies.items()}
     notes = run("cut", [2, 4], through, Notes(outage), training={"step_timeout_s": 5.0})
     assert any("go through the coordinator until" in line for line in notes.lines)
     run("whole", [])
     assert_same_runs(tmp_path / "cut", tmp_path / "whole")
 
 
-@pytest.fixture
-def worker_here(pool: Pool) -> Iterator[int]:
-    """Worker 1 in a thread of this process; its port."""
-    config = with_own_worker(Config.from_dict(pool.config(Path("unused"), [3])))
-    with serving(config):
-        yield config.workers[0].port
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_a_link_lost_while_tensors_wait_to_be_encoded_changes_nothing(
-    run, pool, worker_here, tmp_path, monkeypatch, direction
+    run, pool, tmp_path, monkeypatch, direction
 ) -> None:
     """The thread that encodes is behind when the link is open again."""
     # No dropout: worker and coordinator share this process's random numbers.
@@ -241,7 +223,8 @@ def test_a_link_lost_while_tensors_wait_to_be_encoded_changes_nothing(
         return quick(body, parts)
 
     monkeypatch.setattr(boundary_io, "_message", slow)
-    with FaultProxy(("127.0.0.1", worker_here)) as proxy:
+    here = with_own_worker(Config.from_dict(pool.config(Path("unused"), [3])))
+    with serving(here), FaultProxy(("127.0.0.1", here.workers[0].port)) as proxy:
         commit = m.Commit if direction == "up" else m.Committed
         proxy.cuts.append(FrameCut(direction, commit, "after"))
         proxy.cuts.append(FrameCut(direction, m.Forward, "after"))
