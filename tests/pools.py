@@ -27,7 +27,7 @@ from hetero_framework.engine.loading import load_stages
 from hetero_framework.models.verify import equivalence
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.progress import Progress
-from tests.samples import DEVICE, free_ports, read_jsonl, save_llama, save_texts
+from tests.samples import DEVICE, free_ports, plan_of, read_jsonl, save_llama, save_texts
 from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,13 +67,9 @@ class Pool:
         self, output: Path, cuts: list[int], layers: int = 6, **sections: Any
     ) -> dict[str, Any]:
         """A configuration of local + one worker per further stage; `training` is merged."""
-        bounds = [0, *cuts, layers]
-        owners = ["local", *range(1, len(bounds) - 1)]
+        ends = zip(("local", *range(1, len(cuts) + 1)), (*cuts, layers), strict=True)
         training = {**TRAINING, "output_dir": str(output), **sections.pop("training", {})}
-        plan = sections.pop("shard_plan", None) or [
-            {"id": owner, "start": start, "end": end}
-            for owner, start, end in zip(owners, bounds, bounds[1:], strict=False)
-        ]
+        plan = sections.pop("shard_plan", None) or plan_of(*ends)
         used = {entry["id"] for entry in plan}
         workers = [w for w in self.machines["workers"] if w["id"] in used]
         return {
@@ -144,9 +140,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
             for i in range(1, NUM_WORKERS + 1)
         ],
     }
-    plan = [{"id": "local", "start": 0, "end": 1}] + [
-        {"id": i, "start": i, "end": i + 1} for i in range(1, NUM_WORKERS + 1)
-    ]
+    plan = plan_of(("local", 1), *((i, i + 1) for i in range(1, NUM_WORKERS + 1)))
     config = directory / "pool.json"
     config.write_text(json.dumps({**machines, "shard_plan": plan}))
     logs = [(directory / f"worker-{i}.log").open("wb") for i in range(1, NUM_WORKERS + 1)]
