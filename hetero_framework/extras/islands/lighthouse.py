@@ -3,7 +3,9 @@
 An island is here as long as its link lives; meanwhile torchft (`quorums.py`) gets heartbeats for
 it. The lighthouse asks torchft again, each time under a new number, until all members of the
 answered quorum wait for that same answer: that quorum is their view. A quorum with an island that
-has left, or has asked again, is not used.
+has left, or has asked again, is not used, nor one without an island that is here: torchft keeps
+questions that nobody waits for any more, and answers by itself where only those who took part last
+time have asked.
 """
 
 from __future__ import annotations
@@ -203,9 +205,9 @@ class Lighthouse:
         self._closed.wait(self._since + SETTLE_S - time.monotonic())
         while (asked := self._renewed(island, asked)) is not None:
             quorum = self._quorums.ask(island.id, asked, _ASK_S)
-            if quorum is not None:
-                self._answer(quorum)
-            elif self._closed.wait(_BEAT_S):  # a broken torchft fails at once
+            if quorum is not None and self._answer(quorum):
+                return
+            if self._closed.wait(_BEAT_S):  # torchft may fail, or answer without others, at once
                 return
 
     def _renewed(self, island: _Island, number: int | None) -> int | None:
@@ -217,15 +219,17 @@ class Lighthouse:
             island.number = next(self._numbers)
             return island.number
 
-    def _answer(self, quorum: Mapping[str, int]) -> None:
-        """Give the members of a quorum their view, if all wait for this answer."""
+    def _answer(self, quorum: Mapping[str, int]) -> bool:
+        """Give the members of a quorum their view, if they are all islands that are here and all
+        wait for this answer; return whether that is so."""
         with self._lock:
-            here = [island for island in self._islands.values() if island.id in quorum]
+            here = list(self._islands.values())
             if {island.id: island.number for island in here} != quorum:
-                return
+                return False
             for island in here:
                 island.number = None
         members = Message(im.Members(tuple(island.member for island in here)))
         for island in here:
             with suppress(HeteroError):  # it is gone, as the others will notice
                 island.connection.send(members)
+        return True

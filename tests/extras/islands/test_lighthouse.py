@@ -246,6 +246,30 @@ def test_a_quorum_of_questions_that_are_over_is_no_view(opened: Islands) -> None
     assert len(stale) == 4
 
 
+def test_a_quorum_without_an_island_that_is_here_is_no_view(opened: Islands) -> None:
+    """torchft answers at once where all of its last quorum have asked, and that may be one island
+    whose old question nobody waited for any more."""
+
+    class Hasty(StandIn):
+        def ask(self, id: str, number: int, timeout_s: float) -> dict[str, int] | None:
+            if id == "a:1" and not asked.is_set():
+                hasty.append(number)
+                return {id: number}
+            return super().ask(id, number, timeout_s)
+
+    hasty: list[int] = []
+    asked = threading.Event()
+    a, b = opened.start("a"), opened.start("b")
+    wait_until(lambda: opened.here() == {"a:1", "b:1"})
+    quorums = Hasty()
+    quorums.lighthouse = opened.lighthouse
+    opened.lighthouse._quorums = quorums
+    view = asks(a)
+    wait_until(lambda: len(hasty) > 2)
+    asked.set()
+    assert b.next_view(WAIT_S).names == view.result(WAIT_S).names == ("a", "b")
+
+
 # -- admission
 
 
