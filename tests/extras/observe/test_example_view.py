@@ -51,11 +51,7 @@ CASES = {
     "their end": (TEXTS, {"max_length": 6, "truncation_mode": "keep_end"}, {}),
     "padding_free": (TEXTS, {"padding_free": True}, {}),
     "bfd": (ASKED, {"packing": True, "max_length": 40}, {}),
-    "wrapped": (
-        TEXTS,
-        {"packing": True, "packing_strategy": "wrapped", "max_length": 12},
-        {},
-    ),
+    "wrapped": (TEXTS, {"packing": True, "packing_strategy": "wrapped", "max_length": 12}, {}),
     "held out": (TEXTS, {"val_set_size": 4}, {}),
     "held out of what teaches": (ASKED, {"val_set_size": 4, "max_length": 12}, {}),
     "packed, held out": (TEXTS, {"val_set_size": 4, "packing": True, "max_length": 30}, {}),

@@ -129,9 +129,7 @@ def test_a_process_that_streams_layers_streams_as_few_as_it_has_to(make: Make) -
         assert (tuned(Fleet(run._fleet((1,))), stages) is not None) == fits
 
 
-def test_streamed_layers_come_from_where_the_user_said_at_the_measured_rate(
-    make: Make,
-) -> None:
+def test_streamed_layers_come_from_where_the_user_said_at_the_measured_rate(make: Make) -> None:
     plenty = MachineFacts("cpu", "cpu", 1 << 40, 1 << 40, None, 1 << 40)
     facts = dict.fromkeys(("local", 1, 2), plenty)
     settings = {1: {"offload": "auto"}, 2: {"offload": "auto", "offload_from": "file"}}

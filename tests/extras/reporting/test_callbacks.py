@@ -337,7 +337,7 @@ BEST: dict[str, dict[str, Any]] = {
         "early_stopping_threshold": 0.2,
     },
     "the_worst_after_the_third": {
-        **{"eval_steps": 1, "save_steps": 1, "eval_delay": 3, "greater_is_better": True},
+        **{"eval_steps": 1, "save_steps": 1, "eval_delay": 3, "greater_is_better": True}
     },
     "not_saved": {
         **{"eval_steps": 1, "save_steps": 1, "greater_is_better": True, "save_total_limit": 2}

@@ -217,9 +217,7 @@ def _write_all(rows: datasets.Dataset, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "labels",
-    [[10, 2, 0], [True, False, True], [0.5, 1.0, -2.0], ["10 a", "2 b", "c"]],
-    ids=repr,
+    "labels", [[10, 2, 0], [True, False, True], [0.5, 1.0, -2.0], ["10 a", "2 b", "c"]], ids=repr
 )
 def test_labels_are_the_same_in_every_kind_of_file(labels: list, tmp_path: Path) -> None:
     rows = datasets.Dataset.from_dict(
