@@ -113,7 +113,6 @@ def test_three_machines_pair_and_train(
 
     for number, box in enumerate(boxes, 1):
         inviting = coordinator.start("invite", str(number), "--config", "cluster.json")
-        assert inviting.stdout is not None
         line = inviting.stdout.readline()
         while inviting.poll() is None and not line.startswith("hetero join"):
             line = inviting.stdout.readline()

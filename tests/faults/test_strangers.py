@@ -254,7 +254,6 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Pla
             yield place, logs
             assert process.poll() is None, (logs / "screen").read_text()
         finally:
-            assert process.stdin is not None
             process.stdin.close()
             process.wait(30)
 

@@ -110,7 +110,6 @@ def test_positions_that_reach_the_first_stage_only_are_noticed(
 
 def test_padding_free_sets_the_attention_of_every_process() -> None:
     told = without_padding(Resolved.start(settings()), LLAMA)
-    assert told.config.model is not None
     assert told.config.model.attn_implementation == "per_sample"
     assert "takes each sample by itself" in told.decisions[0].reason
 

@@ -41,7 +41,6 @@ def test_the_found_layout_is_permitted_fits_and_keeps_to_its_bound(chunks: bool)
     assert rules.permits(layout)
     assert rules.fleet.memory_limits(layout) is not None
     again = evaluated(rules.fleet, layout)
-    assert again is not None
     assert found.seconds == again.seconds
     assert found.seconds >= found.schedule.bound_s > 0
 

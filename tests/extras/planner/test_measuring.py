@@ -46,7 +46,6 @@ def cost(
         },
         tmp_path,
     )
-    assert config.model is not None
     model_config = load_model_config(config.model, config.base_dir)
     found = measure(config.held_by(owner), model_config, open_device("cpu"), part_s=0.0)
     assert ModelCost.from_dict(json.loads(json.dumps(found.to_dict()))) == found

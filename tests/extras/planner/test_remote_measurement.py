@@ -47,7 +47,6 @@ def ask(
             **sections,
         }
     )
-    assert config.model is not None
     loaded = load_model_config(config.model, Path())
     return remote_measurement.model_costs(config, loaded, Device(), anew=anew)
 

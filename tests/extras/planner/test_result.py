@@ -80,7 +80,6 @@ def test_a_saved_prediction_is_read_back_equal(tmp_path: Path) -> None:
     found = evaluate(FLEET, PLAN)
     save_plan(made, found)
     kept = planned(made)
-    assert kept is not None
     assert (kept.step_s, kept.pipeline) == (found.predicted_step_s, found.pipeline)
 
 

@@ -38,7 +38,6 @@ def config_of(fields: dict[str, Any], **sections: Any) -> Config:
 
 
 def work_of(config: Config) -> ModelWork:
-    assert config.model is not None
     return model_work(config, load_model_config(config.model, Path()))
 
 
@@ -48,7 +47,6 @@ def total(work: ModelWork, name: str) -> float:
 
 def counted(config: Config) -> tuple[int, int]:
     """What torch counts forward and backward."""
-    assert config.model is not None
     loaded = load_model_config(config.model, Path())
     model = AutoModelForCausalLM.from_config(loaded, attn_implementation="eager")
     ids_BS = torch.zeros(ROWS, TOKENS, dtype=torch.long)

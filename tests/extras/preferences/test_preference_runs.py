@@ -75,7 +75,6 @@ def trl_classes(objective: str) -> tuple[Any, Any]:
 
 def trl(config: Config, output: Path, adapter: Path | None = None) -> Any:
     training, data = config.training, config.data
-    assert data is not None
     trainer_class, config_class = trl_classes(training.objective)
     known = {field.name for field in fields(config_class)}
     told = {
@@ -216,7 +215,6 @@ def agreeing(config: Config, folder: Path, adapter: Path | None = None) -> Any:
     ours = Recorder()
     train(config, callbacks=[ours])
     other = trl(config, folder / "trl", adapter)
-    assert ours.state is not None
     history, metrics = other.state.log_history, objective_of(config.training).metric_names
     assert len(ours.state.log_history) == len(history)
     for one, two in zip(ours.state.log_history, history, strict=True):

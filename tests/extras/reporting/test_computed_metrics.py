@@ -65,8 +65,6 @@ def several(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, .
 
 
 def theirs(config: Config, output: Path, compute: Any, preprocess: Any) -> TrainerState:
-    assert config.model is not None
-    assert config.data is not None
     model = str(config.model.name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(model)
     sets = {
@@ -111,7 +109,6 @@ def test_metrics_and_what_they_are_computed_of_are_the_trainers(
         config, callbacks=[recorder], compute_metrics=ours, preprocess_logits_for_metrics=preprocess
     )
     state = theirs(config, tmp_path / "trainer", others, preprocess or argmax)
-    assert recorder.state is not None
     compare(recorder.state, state)
     assert any("accuracy" in name for name in summary.metrics)
     seen = ours.seen[1:]  # one micro-batch comes before the run
@@ -135,7 +132,6 @@ def test_the_best_model_is_that_of_the_trainer(alone: Alone, tmp_path: Path) -> 
     config, recorder = evaluating(alone, tmp_path, **training), Recorder()
     train(config, callbacks=[recorder], compute_metrics=Accuracy())
     state = theirs(config, tmp_path / "trainer", Accuracy(), argmax)
-    assert recorder.state is not None
     compare(recorder.state, state)
     assert recorder.state.best_metric == pytest.approx(state.best_metric, rel=1e-9)
     assert recorder.state.best_global_step == state.best_global_step

@@ -40,7 +40,6 @@ def test_each_set_is_logged_and_told_as_by_the_trainer(alone: Alone, tmp_path: P
     summary = train(config, callbacks=[ours])
     trainer = theirs(config, other, tmp_path / "trainer")
     assert ours.events == other.events
-    assert ours.state is not None
     compare(ours.state, trainer.state)
     told = [[key for key in e if key.endswith("_loss")] for e in ours.state.log_history]
     assert [keys for keys in told if keys][:3] == [[f"eval_{name}_loss"] for name in SETS]
@@ -67,7 +66,6 @@ def test_the_best_model_by_one_set_is_that_of_the_trainer(
     config, ours = with_sets(alone, tmp_path, **training), Recorder()
     train(config, callbacks=[ours])
     trainer = theirs(config, Recorder(), tmp_path / "trainer", EarlyStoppingCallback(2))
-    assert ours.state is not None
     compare(ours.state, trainer.state)
     assert ours.state.best_metric == pytest.approx(trainer.state.best_metric, rel=1e-6)
     assert ours.state.best_global_step == trainer.state.best_global_step

@@ -36,8 +36,6 @@ def measured(alone: Alone, tmp_path: Path, training: dict[str, Any], **data: Any
 
 def sft_state(config: Config, output: Path) -> TrainerState:
     """The state of TRL's run with the same settings, and what it evaluates last."""
-    assert config.model is not None
-    assert config.data is not None
     known = {field.name for field in fields(SFTConfig)}
     given = config.training.model_dump(exclude_unset=True)
     given |= config.data.model_dump(include={"max_length", "padding_free"})
@@ -86,7 +84,6 @@ def test_metrics_are_those_of_sft_trainer(case: str, alone: Alone, tmp_path: Pat
     config, ours = measured(alone, tmp_path, training, **data), Recorder()
     train(config, callbacks=[ours])
     other = sft_state(config, tmp_path / "trl")
-    assert ours.state is not None
     logged = {name for entry in ours.state.log_history for name in entry}
     assert logged >= NAMES
     compare(ours.state, other)
@@ -101,7 +98,6 @@ def test_the_best_model_is_that_of_sft_trainer(alone: Alone, tmp_path: Path) -> 
     config, ours = measured(alone, tmp_path, training), Recorder()
     train(config, callbacks=[ours])
     other = sft_state(config, tmp_path / "trl")
-    assert ours.state is not None
     assert ours.state.best_metric == pytest.approx(other.best_metric, rel=1e-6)
     assert ours.state.best_global_step == other.best_global_step
     assert {number(path) for path in config.checkpoints.glob("step_*")} == {other.best_global_step}
@@ -135,8 +131,6 @@ def test_a_resumed_run_logs_what_an_uninterrupted_one_does(alone: Alone, tmp_pat
     train(config, callbacks=[ours])
     in_one = measured(partial(alone, "whole"), tmp_path, training)
     train(in_one, callbacks=[whole])
-    assert ours.state is not None
-    assert whole.state is not None
     (first, last), (one, two) = ours.state.log_history, whole.state.log_history
     assert first == one
     assert {name: last[name] for name in NAMES} == {name: two[name] for name in NAMES}

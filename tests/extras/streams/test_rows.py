@@ -154,7 +154,6 @@ def test_a_state_of_any_step_goes_on_there(settings: Settings, opened: list[Trai
 def test_the_longest_example_is_made_up(settings: Settings, opened: list[TrainData]) -> None:
     data = load(settings(pad_to_multiple_of=20), opened)
     largest = data.largest_batch(3)
-    assert largest is not None
     assert largest[0] == STEPS
     assert largest[1]["input_ids"].shape == (4, 40)
     assert data.largest_batch(STEPS) is None
@@ -315,7 +314,6 @@ def test_no_process_outlives_its_owner(settings: Settings, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(settings().to_dict()))
     command = [sys.executable, "-c", _OWNER, str(tmp_path / "config.json"), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
-        assert owner.stdout is not None
         pid = int(owner.stdout.readline())
         assert is_running(pid)
         owner.kill()
@@ -347,7 +345,6 @@ def test_samples_of_several_sources_know_theirs(
     write_jsonl(tmp_path / "pairs.jsonl", pairs)
     train = [{"path": "s0.jsonl", "weight": 3}, {"path": "pairs.jsonl", "weight": 1}]
     data = load(settings(train=train, mixing="interleave"), opened)
-    assert data.mixture is not None
     assert data.mixture.metric_names == ("loss/s0", "loss/pairs")
     counts = [0, 0]
     for step in range(4):

@@ -189,7 +189,6 @@ def test_chat_outlives_the_death_of_a_worker(trained: Path, tmp_path: Path) -> N
         terminal.type("red green\n")
         answer = terminal.until("\n> ")
         worker = re.search(r"worker 2: started as process (\d+)", started)
-        assert worker is not None
         os.kill(int(worker[1]), signal.SIGKILL)
         terminal.type("/reset\n")
         terminal.until("> ")

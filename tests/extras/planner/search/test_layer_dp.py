@@ -34,7 +34,6 @@ def test_along_keeps_the_order_of_devices() -> None:
     rules = rules_of(fleet_of(device("local"), device(1, layer_forward_s=0.01), device(2)))
     programme = LayerProgramme(rules)
     layout = programme.along([0, 2, 1], 0.2)
-    assert layout is not None
     assert [part.device for part in layout] == [0, 2, 1]
     assert layout[-1].end == 8
     assert programme.along([0, 2, 1], 0.05) is None
