@@ -50,8 +50,6 @@ from tests.samples import save_llama, save_texts
 
 TIMES = ("runtime", "per_second")
 """Parts of the names of what differs from run to run."""
-
-
 STATE = "trainer_state.json"
 
 
@@ -87,8 +85,8 @@ for _event in EVENTS:
     )
 
 
-def theirs(config: Config, callback: TrainerCallback, output: Path, *more: Any) -> Trainer:
-    """The Trainer's run with the same settings."""
+def theirs(config: Config, output: Path, *told: TrainerCallback, **functions: Any) -> Trainer:
+    """The Trainer's run with the same settings, and these functions for metrics."""
     model = str(config.model.name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = tokenized(Path(str(config.data.train)), tokenizer, 32)
@@ -109,7 +107,8 @@ def theirs(config: Config, callback: TrainerCallback, output: Path, *more: Any) 
         train_dataset=rows,
         eval_dataset=evaluated.get("", evaluated or None),
         data_collator=DataCollatorForSeq2Seq(tokenizer),
-        callbacks=[callback, *more],
+        callbacks=[*told],
+        **functions,
     )
     trainer.train()
     return trainer
@@ -147,7 +146,7 @@ def test_callbacks_are_told_what_the_trainer_tells_them(
     config = told_about(alone, tmp_path, CASES[case])
     ours, other = Recorder(), Recorder()
     train(config, callbacks=[ours])
-    trainer = theirs(config, other, tmp_path / "trainer")
+    trainer = theirs(config, tmp_path / "trainer", other)
     assert ours.events == other.events
     assert ours.kinds == {(TrainingArguments, TrainerState, TrainerControl)}
     compare(ours.state, trainer.state)
@@ -162,30 +161,30 @@ def told_about(alone: Alone, tmp_path: Path, training: dict[str, Any]) -> Config
 
 
 def compare(ours: TrainerState, other: TrainerState) -> None:
-    assert [list(entry) for entry in ours.log_history] == [
-        list(entry) for entry in other.log_history
-    ]
+    assert [*map(list, ours.log_history)] == [*map(list, other.log_history)]
     for one, two in zip(ours.log_history, other.log_history, strict=True):
         for name, value in two.items():
             if not any(part in name for part in TIMES):
                 assert one[name] == pytest.approx(value, rel=1e-6), (one, two, name)
-    fields = (
-        "num_input_tokens_seen",
-        "total_flos",
-        "global_step",
-        "epoch",
-        "max_steps",
-        "num_train_epochs",
-        "logging_steps",
-    )
-    for name in (*fields, "save_steps", "eval_steps", "train_batch_size"):
+    for name in (
+        *("num_input_tokens_seen", "total_flos", "global_step", "epoch", "max_steps"),
+        *("num_train_epochs", "logging_steps", "save_steps", "eval_steps", "train_batch_size"),
+    ):
         assert getattr(ours, name) == pytest.approx(getattr(other, name)), name
 
 
+def assert_same_best(config: Config, ours: TrainerState, other: TrainerState) -> None:
+    """Also the same checkpoints are left, where `other` is of a run beside this one's folder."""
+    compare(ours, other)
+    assert ours.best_metric == pytest.approx(other.best_metric, rel=1e-6)
+    assert ours.best_global_step == other.best_global_step
+    kept = config.output_dir.with_name("trainer").glob("checkpoint-*")
+    assert steps_of(config) == set(map(number, kept))
+
+
 LORA: dict[str, Any] = {"r": 2, "target_modules": ("q_proj", "v_proj")}
-COUNTED: dict[
-    str, tuple[dict[str, Any] | None, bool]
-] = {  # an adapter, and whether weights are tied
+# An adapter, and whether weights are tied.
+COUNTED: dict[str, tuple[dict[str, Any] | None, bool]] = {
     "tied": (None, True),
     "adapter": (LORA, False),
     "adapted_embedding": ({**LORA, "target_modules": ("embed_tokens", "up_proj")}, False),
@@ -206,7 +205,7 @@ def test_operations_are_counted_as_by_the_trainer(case: str, alone: Alone, tmp_p
     config = told_about(partial(alone, **sections), tmp_path, training)
     ours, other = Recorder(), Recorder()
     train(config, callbacks=[ours])
-    trainer = theirs(config, other, tmp_path / "trainer")
+    trainer = theirs(config, tmp_path / "trainer", other)
     assert ours.events == other.events
     assert ours.state.total_flos == trainer.state.total_flos > 0
     last = ours.state.log_history[-1]
@@ -218,12 +217,11 @@ class At(TrainerCallback):
 
     def __init__(self, event: str, step: int, **flags: bool) -> None:
         def act(args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            if state.global_step == step:
-                changed = copy.copy(control)
-                for name, value in flags.items():
-                    setattr(changed, name, value)
-                return changed
-            return None
+            if state.global_step != step:
+                return None
+            changed = copy.copy(control)
+            vars(changed).update(flags)
+            return changed
 
         setattr(self, event, act)
 
@@ -273,7 +271,7 @@ def test_every_event_may_set_every_flag_as_for_the_trainer(
 
     ours, other = Recorder(), Recorder()
     train(config, callbacks=[*acts(), ours])
-    trainer = theirs(config, TrainerCallback(), tmp_path / "trainer", *acts(), other)
+    trainer = theirs(config, tmp_path / "trainer", *acts(), other)
     assert ours.events == other.events
     compare(ours.state, trainer.state)
     kept = {number(path) for path in (tmp_path / "trainer").glob("checkpoint-*")}
@@ -351,12 +349,8 @@ def test_the_best_model_is_that_of_the_trainer(case: str, alone: Alone, tmp_path
     patience = config.training.early_stopping_patience
     threshold = config.training.early_stopping_threshold
     early = [EarlyStoppingCallback(patience, threshold)] if patience else []
-    trainer = theirs(config, Recorder(), tmp_path / "trainer", *early, *unsaved)
-    compare(ours.state, trainer.state)
-    assert ours.state.best_metric == pytest.approx(trainer.state.best_metric, rel=1e-6)
-    assert ours.state.best_global_step == trainer.state.best_global_step
-    kept = {number(path) for path in (tmp_path / "trainer").glob("checkpoint-*")}
-    assert {number(path) for path in config.checkpoints.glob("step_*")} == kept
+    trainer = theirs(config, tmp_path / "trainer", *early, *unsaved)
+    assert_same_best(config, ours.state, trainer.state)
     best, other = ours.state.best_model_checkpoint, trainer.state.best_model_checkpoint
     assert number(best) == number(other)
     assert (number(best) == ours.state.best_global_step) != case.startswith("not_saved")
@@ -400,8 +394,7 @@ def test_a_callback_that_fails_after_the_last_step_costs_no_result(
     with pytest.raises(CallbackError, match=f"failed in {event}") as raised:
         train(config, callbacks=[Acting(event, fail)])
     assert str(config.result_dir) in str(raised.value)
-    name = "model.safetensors"
-    assert (config.result_dir / name).read_bytes() == (whole.result_dir / name).read_bytes()
+    assert model_of(config) == model_of(whole)
     if event != "on_train_end":  # the same command does what is missing
         train(config, callbacks=[TrainerCallback()])
     assert not (config.output_dir / ".unfinished").exists()
@@ -429,8 +422,11 @@ def test_a_stop_after_the_last_step_leaves_nothing_out(
         ours, other = logged(config.output_dir / file), logged(whole.output_dir / file)
         assert [timeless(line) for line in ours] == [timeless(line) for line in other]
     assert steps_of(config) == steps_of(whole) == {2, 4}
-    ours, other = (c.result_dir / "model.safetensors" for c in (config, whole))
-    assert ours.read_bytes() == other.read_bytes()
+    assert model_of(config) == model_of(whole)
+
+
+def model_of(config: Config) -> bytes:
+    return (config.result_dir / "model.safetensors").read_bytes()
 
 
 def timeless(line: dict[str, Any]) -> dict[str, Any]:
@@ -505,18 +501,20 @@ def test_a_run_that_is_stopped_again_and_again_has_the_same_best_model(
     assert config.output_dir.joinpath("failed").read_text() == "1234"
     history = "log_history.jsonl"
     assert logged(config.output_dir / history) == logged(whole.output_dir / history)
-    ours, other = (c.result_dir / "model.safetensors" for c in (config, whole))
-    assert ours.read_bytes() == other.read_bytes()
+    assert model_of(config) == model_of(whole)
     assert steps_of(config) == steps_of(whole)
     one, two = (json.loads((c.output_dir / STATE).read_text()) for c in (config, whole))
     assert one["total_flos"] == two["total_flos"] > 0
 
 
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
 def logged(path: Path) -> list[dict[str, Any]]:
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
     return [
         {name: value for name, value in entry.items() if not any(t in name for t in TIMES)}
-        for entry in entries
+        for entry in lines(path)
         if "remote_run" not in entry
     ]
 
@@ -551,9 +549,8 @@ def test_a_callback_that_raises_ends_the_run_with_its_name_and_the_work_saved(al
     assert "KeyError: 'no such dial'" in error.value.message
     assert "continue after step 2" in str(error.value)
     assert (config.checkpoints / "step_2" / "manifest.json").exists()
-    recorder = Recorder()
+    recorder, whole = Recorder(), Recorder()
     train(config, callbacks=[recorder])
-    whole = Recorder()
     train(alone("whole"), callbacks=[whole])
     assert losses(recorder.state) == losses(whole.state)
 
@@ -581,11 +578,7 @@ def test_a_run_without_callbacks_leaves_no_history(alone: Alone) -> None:
     config = alone()
     train(config)
     assert not (config.output_dir / "log_history.jsonl").exists()
-    assert all(math.isfinite(json.loads(line)["loss"]) for line in lines(config))
-
-
-def lines(config: Config) -> list[str]:
-    return (config.output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert all(math.isfinite(line["loss"]) for line in lines(config.output_dir / "metrics.jsonl"))
 
 
 class Down(TrainerCallback):
@@ -621,17 +614,22 @@ def test_reporters_are_a_name_or_a_list(written: Any, read: tuple[str, ...], alo
     assert alone(training={"report_to": written}).training.report_to == read
 
 
+def needs_package(name: str) -> pytest.MarkDecorator:
+    absent = importlib.util.find_spec(name) is None
+    return pytest.mark.skipif(absent, reason=f"{name} is not installed")
+
+
+SAMPLED = {"sample_prompts": ["red green"], "sample_steps": 1, "sample_max_new_tokens": 5}
+
+
 @pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+@needs_package("wandb")
 def test_wandb_offline_gets_the_history_and_a_resumed_run_goes_on_with_its_run(
     alone: Alone, tmp_path: Path
 ) -> None:
-    sampled = {"sample_prompts": ["red green"], "sample_steps": 1, "sample_max_new_tokens": 5}
-    reported = {"report_to": "wandb", "run_name": "mine", "project": "cut"}
-    config = alone(training={**reported, **sampled})
+    config = alone(training={"report_to": "wandb", "run_name": "mine", "project": "cut", **SAMPLED})
     environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
-    for resumed in (False, True):
-        in_own_process(config, tmp_path, environment, fails=not resumed)
+    fail_and_go_on(config, tmp_path, environment)
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len({folder.name.rpartition("-")[2] for folder in folders}) == 1
     assert len(folders) == 2
@@ -644,31 +642,27 @@ def test_wandb_offline_gets_the_history_and_a_resumed_run_goes_on_with_its_run(
 
 
 @pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
+@needs_package("trackio")
 def test_trackio_gets_every_value_of_the_history(alone: Alone, tmp_path: Path) -> None:
-    sampled = {"sample_prompts": ["red green"], "sample_steps": 1, "sample_max_new_tokens": 5}
-    config = alone(training={"report_to": "trackio", "project": "cut", **sampled})
-    environment = {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    for resumed in (False, True):
-        in_own_process(config, tmp_path, environment, fails=not resumed)
+    config = alone(training={"report_to": "trackio", "project": "cut", **SAMPLED})
+    fail_and_go_on(config, tmp_path, {"TRACKIO_DIR": str(tmp_path / "trackio")})
     database = sqlite3.connect(next((tmp_path / "trackio").glob("*.db")))
     with contextlib.closing(database):
         rows = database.execute("select run_name, metrics from metrics").fetchall()
     assert len({name for name, _ in rows}) == 1
-    losses = [found["train/loss"] for _, text in rows if "train/loss" in (found := loads(text))]
+    values = [json.loads(text) for _, text in rows]
+    losses = [found["train/loss"] for found in values if "train/loss" in found]
     assert losses == [line["loss"] for line in histories(config) if "loss" in line]
-    tables = [found["samples"] for _, text in rows if "samples" in (found := loads(text))]
-    told = [row for table in tables for row in table["_value"]]
+    told = [row for found in values if "samples" in found for row in found["samples"]["_value"]]
     assert [row["text"] for row in told] == [line["text"] for line in sampled_by(config)]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed")
+@needs_package("mlflow")
 def test_a_resumed_run_goes_on_with_its_run_of_mlflow(alone: Alone, tmp_path: Path) -> None:
     config = alone(training={"report_to": "mlflow", "run_name": "mine"})
     store = tmp_path / "mlruns"
     environment = {"MLFLOW_TRACKING_URI": store.as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
-    for resumed in (False, True):
-        in_own_process(config, tmp_path, environment, fails=not resumed)
+    fail_and_go_on(config, tmp_path, environment)
     (losses,) = store.glob("*/*/metrics/loss")
     steps = [int(line.split()[-1]) for line in losses.read_text().splitlines()]
     assert steps == [line["step"] for line in histories(config) if "loss" in line]
@@ -696,24 +690,17 @@ def test_reporters_are_told_the_run_that_goes_on(
     assert not set(names) & os.environ.keys()
 
 
-def loads(text: str | bytes) -> dict[str, Any]:
-    return dict(json.loads(text))
-
-
 def sampled_by(config: Config) -> list[dict[str, Any]]:
-    text = (config.output_dir / "samples.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return lines(config.output_dir / "samples.jsonl")
 
 
 def histories(config: Config) -> list[dict[str, Any]]:
-    text = (config.output_dir / "log_history.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return lines(config.output_dir / "log_history.jsonl")
 
 
-def in_own_process(
-    config: Config, place: Path, environment: dict[str, str], *, fails: bool
-) -> None:
-    """Reporters hold global state. With `fails` a callback ends the run after its second step."""
+def fail_and_go_on(config: Config, place: Path, environment: dict[str, str]) -> None:
+    """A callback ends the run after its second step, and the same command goes on, each in a
+    process of its own: reporters hold global state."""
     file = place / "run.json"
     file.write_text(json.dumps(config.to_dict()))
     program = f"""
@@ -725,15 +712,15 @@ from hetero_framework.trainer import coordinator
 from hetero_framework.trainer.coordinator import train
 from tests.extras.reporting.test_callbacks import Failing
 try:
-    train(load_config(Path({str(file)!r})), callbacks=[Failing] if {fails} else [])
+    train(load_config(Path({str(file)!r})), callbacks=[Failing] if sys.argv[1:] else [])
 except CallbackError:
     sys.exit(7)
 """
     environment = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == (7 if fails else 0), done.stderr[-3000:]
+    for words, code in ((["fails"], 7), ([], 0)):
+        command = [sys.executable, "-c", program, *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr[-3000:]
 
 
 def test_the_examples_of_the_page_run(
@@ -750,15 +737,15 @@ def test_the_examples_of_the_page_run(
     assert isinstance(model, PreTrainedModel)
     Path("second.py").write_text(second.replace("10.0) < 1.0", "10.0) < 5.7"))
     runpy.run_path("second.py")
-    assert len(lines(config)) == 2  # of four steps
+    metrics = config.output_dir / "metrics.jsonl"
+    assert len(lines(metrics)) == 2  # of four steps
     data = {"eval": config.data.train}
     evaluating = config.with_changes(data=data, training={"eval_strategy": "epoch", "seed": 1})
     (tmp_path / "hetero_config.json").write_text(json.dumps(evaluating.to_dict()))
-    Path("third.py").write_text(
-        third.replace(", compute_metrics=", ", fresh=True, compute_metrics=")
-    )
+    fresh = third.replace(", compute_metrics=", ", fresh=True, compute_metrics=")
+    Path("third.py").write_text(fresh)
     runpy.run_path("third.py")
-    assert 0 <= json.loads(lines(config)[-1])["eval_accuracy"] <= 1
+    assert 0 <= lines(metrics)[-1]["eval_accuracy"] <= 1
 
 
 def test_a_file_on_the_command_line_brings_callbacks(

@@ -9,15 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForSeq2Seq,
-    EvalPrediction,
-    Trainer,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import EvalPrediction
 
 from hetero_framework import control
 from hetero_framework.config import Config
@@ -27,8 +19,13 @@ from hetero_framework.extras.reporting.computed_metrics import UserMetrics
 from hetero_framework.trainer.coordinator import train
 from tests.alone import Alone
 from tests.cases import seldom
-from tests.extras.reporting.test_callbacks import Recorder, compare, number
-from tests.integration.oracles import tokenized
+from tests.extras.reporting.test_callbacks import (
+    Recorder,
+    assert_same_best,
+    compare,
+    steps_of,
+    theirs,
+)
 from tests.samples import save_texts
 
 
@@ -64,30 +61,6 @@ def several(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, .
     return best.indices, best.values, (labels != -100).sum(-1)
 
 
-def theirs(config: Config, output: Path, compute: Any, preprocess: Any) -> TrainerState:
-    model = str(config.model.name_or_path)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    sets = {
-        name: tokenized(Path(str(spec)), tokenizer, 32)
-        for name, spec in config.data.eval_sets.items()
-    }
-    known = set(TrainingArguments.__dataclass_fields__)
-    given = {k: v for k, v in config.training.model_dump(exclude_unset=True).items() if k in known}
-    given |= {"output_dir": str(output), "logging_steps": config.training.logging_steps}
-    given |= {"report_to": "none", "optim": "adamw_torch"}
-    trainer = Trainer(
-        AutoModelForCausalLM.from_pretrained(model),
-        TrainingArguments(**given, use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False),
-        train_dataset=tokenized(Path(str(config.data.train)), tokenizer, 32),
-        eval_dataset=sets.get("", sets),
-        data_collator=DataCollatorForSeq2Seq(tokenizer),
-        compute_metrics=compute,
-        preprocess_logits_for_metrics=preprocess,
-    )
-    trainer.train()
-    return trainer.state
-
-
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "by_default": (None, {"eval_on_start": True, "per_device_eval_batch_size": 3}),
     "in_chunks": (None, {"loss_chunk_tokens": 7}),
@@ -108,8 +81,8 @@ def test_metrics_and_what_they_are_computed_of_are_the_trainers(
     summary = train(
         config, callbacks=[recorder], compute_metrics=ours, preprocess_logits_for_metrics=preprocess
     )
-    state = theirs(config, tmp_path / "trainer", others, preprocess or argmax)
-    compare(recorder.state, state)
+    functions = {"preprocess_logits_for_metrics": preprocess or argmax, "compute_metrics": others}
+    compare(recorder.state, theirs(config, tmp_path / "trainer", **functions).state)
     assert any("accuracy" in name for name in summary.metrics)
     seen = ours.seen[1:]  # one micro-batch comes before the run
     assert len(seen) == len(others.seen) > 1
@@ -131,11 +104,11 @@ def test_the_best_model_is_that_of_the_trainer(alone: Alone, tmp_path: Path) -> 
     }
     config, recorder = evaluating(alone, tmp_path, **training), Recorder()
     train(config, callbacks=[recorder], compute_metrics=Accuracy())
-    state = theirs(config, tmp_path / "trainer", Accuracy(), argmax)
-    compare(recorder.state, state)
+    functions = {"preprocess_logits_for_metrics": argmax, "compute_metrics": Accuracy()}
+    state = theirs(config, tmp_path / "trainer", **functions).state
+    assert_same_best(config, recorder.state, state)
     assert recorder.state.best_metric == pytest.approx(state.best_metric, rel=1e-9)
-    assert recorder.state.best_global_step == state.best_global_step
-    assert {number(p) for p in config.checkpoints.glob("step_*")} == {state.best_global_step}
+    assert steps_of(config) == {state.best_global_step}
 
 
 def test_an_imported_file_brings_the_functions(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,14 @@ from hetero_framework.errors import CallbackError
 from hetero_framework.trainer.coordinator import train
 from tests.alone import Alone
 from tests.cases import seldom
-from tests.extras.reporting.test_callbacks import Failing, Recorder, compare, number
+from tests.extras.reporting.test_callbacks import (
+    Failing,
+    Recorder,
+    compare,
+    lines,
+    model_of,
+    steps_of,
+)
 from tests.integration.oracles import read_rows
 from tests.samples import save_texts
 
@@ -100,7 +106,7 @@ def test_the_best_model_is_that_of_sft_trainer(alone: Alone, tmp_path: Path) -> 
     other = sft_state(config, tmp_path / "trl")
     assert ours.state.best_metric == pytest.approx(other.best_metric, rel=1e-6)
     assert ours.state.best_global_step == other.best_global_step
-    assert {number(path) for path in config.checkpoints.glob("step_*")} == {other.best_global_step}
+    assert steps_of(config) == {other.best_global_step}
 
 
 def test_nothing_else_changes_and_nothing_is_measured_unasked(alone: Alone, tmp_path: Path) -> None:
@@ -111,16 +117,12 @@ def test_nothing_else_changes_and_nothing_is_measured_unasked(alone: Alone, tmp_
     )
     for each in (config, plain):
         train(each)
-    ours, other = (
-        [json.loads(line) for line in (c.output_dir / "metrics.jsonl").read_text().splitlines()]
-        for c in (config, plain)
-    )
-    for one, two in zip(ours, other, strict=True):
+    written = (lines(c.output_dir / "metrics.jsonl") for c in (config, plain))
+    for one, two in zip(*written, strict=True):
         assert {name.removeprefix("eval_") for name in one.keys() - two.keys()} == NAMES
         for name in ("loss", "grad_norm", "eval_loss"):
             assert one.get(name) == two.get(name)
-    results = [(c.result_dir / "model.safetensors").read_bytes() for c in (config, plain)]
-    assert results[0] == results[1]
+    assert model_of(config) == model_of(plain)
 
 
 def test_a_resumed_run_logs_what_an_uninterrupted_one_does(alone: Alone, tmp_path: Path) -> None:
