@@ -16,7 +16,7 @@ from hetero_framework.core import codecs
 from hetero_framework.extras.codecs.codecs import BFloat16
 from hetero_framework.extras.observe import bottleneck
 from hetero_framework.extras.observe.bottleneck import diagnose, text
-from hetero_framework.extras.observe.step_account import Boundary, Diagnosis, StageTimes
+from hetero_framework.extras.observe.step_account import Boundary, Change, Diagnosis, StageTimes
 from tests.extras.observe.timeline_samples import record, step_spans
 
 
@@ -38,8 +38,18 @@ def found(
     return diagnose(record(path, settings(**changes), steps=[1, 2, 3], **own))
 
 
-def gain(diagnosis: Diagnosis, kind: str) -> float:
-    return next(change.gain for change in diagnosis.changes if change.kind == kind)
+def change(diagnosis: Diagnosis, kind: str) -> Change:
+    return next(change for change in diagnosis.changes if change.kind == kind)
+
+
+def best(diagnosis: Diagnosis, *expected: str) -> Change:
+    """The best change, which is of one of these kinds."""
+    assert diagnosis.best.kind in expected
+    return diagnosis.best
+
+
+def kinds(diagnosis: Diagnosis) -> set[str]:
+    return {change.kind for change in diagnosis.changes}
 
 
 def test_diagnosed_times_are_the_recorded_ones(tmp_path: Path) -> None:
@@ -58,10 +68,8 @@ def test_diagnosed_times_are_the_recorded_ones(tmp_path: Path) -> None:
     assert (relayed.way, relayed.dtype, relayed.forward_bytes) == ("relay", "float32", 1 << 20)
     assert relayed.forward_s == pytest.approx(0.0005, rel=1e-2)
     assert relayed.latency_s == pytest.approx(0.0005, rel=1e-2)  # the second leg
-    assert (d.boundaries[0].way, d.boundaries[0].latency_s) == (
-        "direct",
-        pytest.approx(0, abs=1e-6),
-    )
+    near = d.boundaries[0]
+    assert (near.way, near.latency_s) == ("direct", pytest.approx(0, abs=1e-6))
 
 
 def test_bound_and_ratio_are_those_of_1f1b(tmp_path: Path) -> None:
@@ -95,45 +103,43 @@ def test_few_micro_batches_ask_for_more(tmp_path: Path) -> None:
     """m + p - 1 turns for m micro-batches: of 4 stages and 4 micro-batches that is 7 for 4, and
     11 for 8."""
     d = found(tmp_path, m=4, layers=1, update_s=0.0)
-    assert d.best.kind == "more"
-    assert d.best.text.startswith("8 micro-batches in a step instead of 4")
+    more = best(d, "more")
+    assert more.text.startswith("8 micro-batches in a step instead of 4")
     # The time between steps, 10 ms, is taken to grow with the samples.
     now, then = 0.42 + 0.01, 0.66 + 0.02
-    assert d.best.gain == pytest.approx(2 * now / then - 1, abs=0.01)
-    assert d.best.step_s == pytest.approx(0.66, rel=0.01)
+    assert more.gain == pytest.approx(2 * now / then - 1, abs=0.01)
+    assert more.step_s == pytest.approx(0.66, rel=0.01)
     assert "of changes that leave the results as they are: none would help much" in text(d)
 
 
 def test_large_micro_batches_ask_for_smaller_ones(tmp_path: Path) -> None:
     """The same samples in 8 instead of 4: 11 turns of half the length instead of 7."""
-    d = found(tmp_path, m=4, layers=1, rows=6, update_s=0.0)
-    assert d.best.kind == "smaller"
-    assert d.best.text.startswith("micro-batches of 3 instead of 6")
-    assert d.best.step_s == pytest.approx(11 * 0.03, rel=0.02)
+    smaller = best(found(tmp_path, m=4, layers=1, rows=6, update_s=0.0), "smaller")
+    assert smaller.text.startswith("micro-batches of 3 instead of 6")
+    assert smaller.step_s == pytest.approx(11 * 0.03, rel=0.02)
+
+
+def layers_of(change: Change) -> list[int]:
+    """Of each stage, by the text of another cut."""
+    return [int(n) for n in change.text.split("stage ")[1].split(" instead")[0].split(", ")]
 
 
 def test_slow_stage_asks_for_another_cut(tmp_path: Path) -> None:
     """Stage 1 has twice the layers' work of the others: one of its devices' layers must go."""
-    d = found(
-        tmp_path, m=32, forward_s=[0.02, 0.04, 0.02, 0.02], backward_s=[0.04, 0.08, 0.04, 0.04]
-    )
-    assert d.best.kind == "cut"
-    assert "instead of 4, 4, 4, 4" in d.best.text
-    layers = [int(n) for n in d.best.text.split("stage ")[1].split(" instead")[0].split(", ")]
-    assert sum(layers) == 16
-    assert layers[1] < 4
+    times = {"forward_s": [0.02, 0.04, 0.02, 0.02], "backward_s": [0.04, 0.08, 0.04, 0.04]}
+    cut = best(found(tmp_path, m=32, **times), "cut")
+    assert "instead of 4, 4, 4, 4" in cut.text
+    assert sum(layers_of(cut)) == 16
+    assert layers_of(cut)[1] < 4
     # 9 layers' work of 15 ms (stage 1: 30 ms), evenly: (12 * 15 + 4 * 30) / 4 = 72 ms at best.
-    assert 0.2 < d.best.gain < 0.12 / 0.0725 - 1 + 0.02
+    assert 0.2 < cut.gain < 0.12 / 0.0725 - 1 + 0.02
 
 
 def test_a_predicted_cut_keeps_the_work_of_the_head(tmp_path: Path) -> None:
     """The last stage is slow by its head: taking a layer from it saves a layer, not a quarter."""
-    d = found(
-        tmp_path, m=32, forward_s=[0.02, 0.02, 0.02, 0.05], backward_s=[0.04, 0.04, 0.04, 0.1]
-    )
-    assert d.best.kind == "cut"
-    layers = [int(n) for n in d.best.text.split("stage ")[1].split(" instead")[0].split(", ")]
-    assert layers[3] == 1
+    times = {"forward_s": [0.02, 0.02, 0.02, 0.05], "backward_s": [0.04, 0.04, 0.04, 0.1]}
+    d = found(tmp_path, m=32, **times)
+    assert layers_of(best(d, "cut"))[3] == 1
     # 150 ms less three layers of 15 ms are 105.
     assert d.best.step_s - d.update_s == pytest.approx(32 * 0.105 + 3 * 0.075, rel=0.05)
 
@@ -143,10 +149,10 @@ def test_slow_relay_asks_for_direct_links(tmp_path: Path) -> None:
     direct = found(tmp_path / "direct", m=16, layers=1, wire_s=0.015, relay=False)
     assert [b.way for b in d.boundaries] == ["direct", "relay", "relay"]
     assert [b.way for b in direct.boundaries] == ["direct"] * 3
-    assert "direct" not in {change.kind for change in direct.changes}
-    change = next(change for change in d.changes if change.kind == "direct")
-    assert "worker 1 and worker 2, worker 2 and worker 3" in change.text
-    assert change.step_s == pytest.approx(direct.step_s, rel=0.03)
+    assert "direct" not in kinds(direct)
+    asked = change(d, "direct")
+    assert "worker 1 and worker 2, worker 2 and worker 3" in asked.text
+    assert asked.step_s == pytest.approx(direct.step_s, rel=0.03)
 
 
 def test_a_relay_at_its_limit_is_named_as_the_bottleneck(tmp_path: Path) -> None:
@@ -156,30 +162,25 @@ def test_a_relay_at_its_limit_is_named_as_the_bottleneck(tmp_path: Path) -> None
     direct = found(tmp_path / "direct", **slow, relay=False)
     assert d.pipeline_s > 12 * 0.15
     assert d.bound_s == pytest.approx(d.pipeline_s, rel=0.1)
-    assert d.best.kind in ("direct", "int8")
-    assert gain(d, "direct") > 0.5
-    predicted = next(change for change in d.changes if change.kind == "direct").step_s
+    best(d, "direct", "int8")
+    assert change(d, "direct").gain > 0.5
     # The sample's schedule is a simple one; the prediction is for the one that a run would choose.
-    assert direct.step_s * 0.8 < predicted < direct.step_s * 1.05
+    assert direct.step_s * 0.8 < change(d, "direct").step_s < direct.step_s * 1.05
 
 
 def test_slow_link_asks_for_a_codec(tmp_path: Path) -> None:
     """One micro-batch in flight: everything on the wire is waited for."""
     d = found(tmp_path, p=2, m=8, layers=1, max_in_flight=1, wire_s=0.5, nbytes=4 << 20)
-    int8, bf16 = gain(d, "int8"), gain(d, "bf16")
-    assert int8 > bf16 > 0.2
+    assert change(d, "int8").gain > change(d, "bf16").gain > 0.2
     half = found(tmp_path / "half", p=2, m=8, layers=1, wire_s=0.5, dtype="bfloat16")
-    assert "bf16" not in {change.kind for change in half.changes}
-    assert "int8" in {change.kind for change in half.changes}
+    assert kinds(half) & {"bf16", "int8"} == {"int8"}
 
 
 def test_interleaving_is_predicted_for_one_stage_each(tmp_path: Path) -> None:
     """Two stages each halve the time to fill the pipeline: m F+B and (p - 1)/2 instead of p - 1."""
     d = found(tmp_path, m=8, wire_s=0.0, update_s=0.0)
-    change = next(change for change in d.changes if change.kind == "interleave")
-    assert change.step_s == pytest.approx((8 + 1.5) * 0.06, rel=0.06)
-    twice = found(tmp_path / "twice", devices=[0, 1, 0, 1], m=8)
-    assert "interleave" not in {change.kind for change in twice.changes}
+    assert change(d, "interleave").step_s == pytest.approx((8 + 1.5) * 0.06, rel=0.06)
+    assert "interleave" not in kinds(found(tmp_path / "twice", devices=[0, 1, 0, 1], m=8))
 
 
 def test_max_in_flight_that_was_set_is_lifted(tmp_path: Path) -> None:
@@ -187,8 +188,7 @@ def test_max_in_flight_that_was_set_is_lifted(tmp_path: Path) -> None:
     trace.settings["max_in_flight"] = 1  # type: ignore[index]
     d = diagnose(trace)
     assert d.simulated_s == pytest.approx(d.pipeline_s, rel=0.02)
-    assert d.best.kind == "max_in_flight"
-    assert d.best.gain > 1.5
+    assert best(d, "max_in_flight").gain > 1.5
 
 
 def test_a_single_process_has_no_changes_to_predict(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_hidden_weights_cost_nothing(tmp_path: Path) -> None:
     assert d.stages[1].hidden == pytest.approx(1.0)
     assert d.stages[1].awaited == 0
     # Half the size would halve the computing alone.
-    assert not {"offload", "larger", "smaller"} & {change.kind for change in d.changes}
+    assert not {"offload", "larger", "smaller"} & kinds(d)
     said = text(d)
     assert "1      6 of 8 layers           480 ms          100%  0% of its tasks" in said
     assert "weights from host memory bound" not in said
@@ -222,12 +222,12 @@ def test_weights_that_bound_a_stage_ask_for_fewer_of_them(tmp_path: Path) -> Non
     stage = d.stages[1]
     assert stage.hidden == pytest.approx(2 / 12)
     assert stage.awaited == pytest.approx(20 / 80)
-    assert d.best.kind == "offload"
-    assert d.best.text == "shard_plan[1].offload 4 instead of 6, if memory allows"
+    offload = best(d, "offload")
+    assert offload.text == "shard_plan[1].offload 4 instead of 6, if memory allows"
     # The sample's schedule is a simple one.
-    assert 1.0 <= d.best.step_s / found(tmp_path / "there").step_s < 1.08
-    larger = next(change for change in d.changes if change.kind == "larger")
-    assert larger.text.startswith("micro-batches of 2 instead of 1 and half as many")
+    assert 1.0 <= offload.step_s / found(tmp_path / "there").step_s < 1.08
+    larger = change(d, "larger").text
+    assert larger.startswith("micro-batches of 2 instead of 1 and half as many")
     assert "note: weights from host memory bound stage 1:" in text(d)
     # Five would save no more memory than four, and three none.
     few = found(tmp_path / "few", layers=8, offload=4, **streaming)
@@ -238,15 +238,14 @@ def test_a_single_process_that_waits_for_weights_is_told(tmp_path: Path) -> None
     """40 of 60 ms: with micro-batches of twice the size a task computes 40 ms, and waits for 20."""
     copies = {0: (0.055, 0.04)}
     d = found(tmp_path, p=1, m=4, layers=8, offload=8, rows=3, copies=copies)
-    assert {change.kind for change in d.changes} == {"offload", "larger"}
-    assert gain(d, "larger") == pytest.approx((0.26 / (2 * 0.06 + 0.02)) - 1, rel=0.05)
+    assert kinds(d) == {"offload", "larger"}
+    assert change(d, "larger").gain == pytest.approx((0.26 / (2 * 0.06 + 0.02)) - 1, rel=0.05)
     odd = found(tmp_path / "odd", p=1, m=3, layers=8, offload=8, rows=3, copies=copies)
-    assert {change.kind for change in odd.changes} == {"offload"}
+    assert kinds(odd) == {"offload"}
 
 
 def test_steps_of_another_size_are_left_out(tmp_path: Path) -> None:
     """The last step of an epoch has fewer micro-batches."""
-    record(tmp_path, settings(m=8), steps=[1, 2])
     trace = record(tmp_path, settings(m=8), steps=[1, 2])
     short = record(tmp_path / "short", settings(m=3), steps=[3])
     d = diagnose(replace(trace, events=trace.events + short.events))

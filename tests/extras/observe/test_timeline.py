@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.extras.observe.timeline import aligned, transfers, waits
-from tests.extras.observe.timeline_samples import record
-
-THREE: dict[str, Any] = {
-    "devices": [0, 1, 2],
-    "micro_batches": 4,
-    "forward_s": [0.01, 0.02, 0.01],
-    "backward_s": [0.02, 0.04, 0.02],
-    "wire_s": 0.003,
-    "update_s": 0.005,
-}
+from tests.extras.observe.timeline_samples import THREE, record
 
 
 @pytest.mark.parametrize("error_s", [0.0, 0.01, -0.01, 3.0])

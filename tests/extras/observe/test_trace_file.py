@@ -20,17 +20,17 @@ from hetero_framework.core.spans import COMPUTE, Span
 from hetero_framework.errors import ProtocolError, UserError
 from hetero_framework.extras.observe import trace_file
 from hetero_framework.extras.observe.trace_file import Timeline, read_timeline
-from tests.extras.observe.timeline_samples import clock, config_of, record, step_spans
+from tests.extras.observe.timeline_samples import THREE, clock, config_of, record, step_spans
 from tests.waiting import WAIT_S
 
-THREE: dict[str, Any] = {
-    "devices": [0, 1, 2],
-    "micro_batches": 4,
-    "forward_s": [0.01, 0.02, 0.01],
-    "backward_s": [0.02, 0.04, 0.02],
-    "wire_s": 0.003,
-    "update_s": 0.005,
-}
+
+def timeline(folder: Path, *owners: int | str, **training: Any) -> closing[Timeline]:
+    """The timeline of a run over these processes; the block ends it."""
+    return closing(Timeline(config_of(owners, output_dir=str(folder), **training)))
+
+
+def raw_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "timeline.json").read_text(encoding="utf-8"))
 
 
 def test_a_timeline_is_read_as_it_was_recorded(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_file_is_a_chrome_trace(tmp_path: Path) -> None:
     """What Perfetto and chrome://tracing ask for: complete events in microseconds, names, and no
     two spans of one row that overlap without one containing the other."""
     record(tmp_path, THREE, steps=[1, 2])
-    raw = json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))
+    raw = raw_of(tmp_path)
     rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
     names: dict[tuple[int, int], str] = {}
     for entry in raw["traceEvents"]:
@@ -110,7 +110,7 @@ def test_visits_from_host_memory_have_rows_of_their_own(tmp_path: Path) -> None:
     assert kinds["weights", 0, 0] == kinds["awaited", 0, 0] == 8
     assert kinds["weights", 2, 0] == 4
     assert not [e for e in trace.events if e.stage == 1 and e.kind in ("weights", "awaited")]
-    raw = json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))
+    raw = raw_of(tmp_path)
     names = {e["tid"]: e["args"]["name"] for e in raw["traceEvents"] if e["name"] == "thread_name"}
     of_coordinator = [names[row] for row in sorted(names) if row // 100_000 == 1]
     assert of_coordinator[:5] == [
@@ -130,28 +130,27 @@ def test_spans_that_overlap_on_a_link_get_rows_of_their_own(tmp_path: Path) -> N
         "kind": "send", "stage": 1, "micro_batch": 0, "step": 1, "began": 1.0, "ended": 3.0,
         "what": "FORWARD", "peer": 1, "bytes": 8, "dtype": "float32", "codec": "",
     }  # fmt: skip
-    with closing(Timeline(config_of(["local", 1], output_dir=str(tmp_path)))) as timeline:
-        timeline.add("local", [send, {**send, "micro_batch": 1, "began": 2.0, "ended": 4.0}])
-    raw = json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))
-    names = [e["args"]["name"] for e in raw["traceEvents"] if e["name"] == "thread_name"]
-    assert "send to worker 1" in names
-    assert "send to worker 1 (2)" in names
+    with timeline(tmp_path, "local", 1) as made:
+        made.add("local", [send, {**send, "micro_batch": 1, "began": 2.0, "ended": 4.0}])
+    entries = raw_of(tmp_path)["traceEvents"]
+    names = {e["args"]["name"] for e in entries if e["name"] == "thread_name"}
+    assert {"send to worker 1", "send to worker 1 (2)"} <= names
 
 
 def test_a_forward_of_the_last_stage_is_recorded_as_both(tmp_path: Path) -> None:
     span: Span = {"kind": "forward", "stage": 0, "micro_batch": 0, "step": 1}
-    with closing(Timeline(config_of(["local"], output_dir=str(tmp_path)))) as timeline:
-        timeline.add("local", [{**span, "began": 1.0, "ended": 2.0}])
+    with timeline(tmp_path, "local") as made:
+        made.add("local", [{**span, "began": 1.0, "ended": 2.0}])
     assert [event.kind for event in read_timeline(tmp_path).events] == ["forward_backward"]
 
 
 def test_bytes_known_at_one_end_are_shown_at_both(tmp_path: Path) -> None:
-    with closing(Timeline(config_of(["local", 1], output_dir=str(tmp_path)))) as timeline:
+    with timeline(tmp_path, "local", 1) as made:
         for process, spans in step_spans([0, 1], 1, forward_s=[1, 1], backward_s=[1, 1]).items():
             for span in spans:
                 if span["kind"] == "send":
                     span |= {"bytes": 0, "dtype": ""}
-            timeline.add(process or "local", spans, clock(process))
+            made.add(process or "local", spans, clock(process))
     events = read_timeline(tmp_path).events
     assert [(e.nbytes, e.dtype) for e in events if e.kind == "send"] == [(1 << 20, "float32")] * 2
 
@@ -178,29 +177,29 @@ def test_a_step_is_written_when_all_processes_have_reported_it(tmp_path: Path) -
         step_spans([0, 1], 2, forward_s=[1, 1], backward_s=[1, 1], step=step, start=9 * step)
         for step in (1, 2, 3)
     )
-    with closing(Timeline(config_of(["local", 1], output_dir=str(tmp_path)))) as timeline:
-        timeline.add("local", one[0])
-        timeline.add(1, [], clock(1))
-        timeline.add("local", two[0])
-        timeline.add(1, one[1], clock(1))
+    with timeline(tmp_path, "local", 1) as made:
+        made.add("local", one[0])
+        made.add(1, [], clock(1))
+        made.add("local", two[0])
+        made.add(1, one[1], clock(1))
         assert steps_in(tmp_path, [1]) == [1]
-        timeline.add("local", three[0])
-        timeline.add(1, two[1], clock(1))
+        made.add("local", three[0])
+        made.add(1, two[1], clock(1))
         assert steps_in(tmp_path, [1, 2]) == [1, 2]
-        json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))
-        timeline.close()
+        raw_of(tmp_path)
+        made.close()
         assert read_timeline(tmp_path).steps == [1, 2, 3]
     assert len(read_timeline(tmp_path).events) == 3 * (8 + 6) - 6  # without worker 1's last
     assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"]
 
 
 def test_a_step_with_lost_spans_is_written_all_the_same(tmp_path: Path) -> None:
-    with closing(Timeline(config_of(["local", 1], output_dir=str(tmp_path)))) as timeline:
+    with timeline(tmp_path, "local", 1) as made:
         for step in range(1, 6):
             spans = step_spans([0, 1], 1, forward_s=[1, 1], backward_s=[1, 1], step=step)
-            timeline.add("local", spans[0])
+            made.add("local", spans[0])
             if step > 1:  # the link broke while the first one's were on their way
-                timeline.add(1, spans[1], clock(1))
+                made.add(1, spans[1], clock(1))
         assert steps_in(tmp_path, [1, 2, 3, 4, 5]) == [1, 2, 3, 4, 5]
 
 
@@ -208,12 +207,11 @@ def test_a_step_with_lost_spans_is_written_all_the_same(tmp_path: Path) -> None:
 @pytest.mark.alone
 def test_the_training_thread_writes_no_events(tmp_path: Path) -> None:
     """Fifty thousand cost it about a fortieth of what it takes to read them again."""
-    config = config_of(["local"], output_dir=str(tmp_path), timeline_steps=-1)
     span: Span = {"kind": "forward_backward", "stage": 0}
     seconds = 0.0
     gc.disable()  # a collection looks at all that the process holds
     try:
-        with closing(Timeline(config)) as timeline:
+        with timeline(tmp_path, "local", timeline_steps=-1) as made:
             for step in range(1250):
                 times = [step + k / 100 for k in range(40)]
                 spans = [
@@ -221,12 +219,12 @@ def test_the_training_thread_writes_no_events(tmp_path: Path) -> None:
                     for k, at in enumerate(times)
                 ]
                 began = time.thread_time()
-                timeline.add("local", spans)
+                made.add("local", spans)
                 seconds += time.thread_time() - began
     finally:
         gc.enable()
     began = time.thread_time()
-    raw = json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))
+    raw = raw_of(tmp_path)
     assert seconds < (time.thread_time() - began) / 2
     assert sum(entry.get("cat") == "forward_backward" for entry in raw["traceEvents"]) == 50_000
 
@@ -246,8 +244,8 @@ def test_the_timeline_of_a_killed_run_is_read(tmp_path: Path) -> None:
 
 
 def test_no_spans_make_no_file(tmp_path: Path) -> None:
-    with closing(Timeline(config_of(["local"], output_dir=str(tmp_path)))) as timeline:
-        timeline.add("local", [])
+    with timeline(tmp_path, "local") as made:
+        made.add("local", [])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -256,19 +254,18 @@ def test_the_timeline_is_bounded_and_counts_dropped_events(
 ) -> None:
     monkeypatch.setattr(trace_file, "MAX_EVENTS", 5)
     spans = step_spans([0], 8, forward_s=[1], backward_s=[1])[0]
-    with closing(Timeline(config_of(["local"], output_dir=str(tmp_path)))) as timeline:
-        timeline.add("local", spans)
-        timeline.add("local", spans)
+    with timeline(tmp_path, "local") as made:
+        made.add("local", spans)
+        made.add("local", spans)
     trace = read_timeline(tmp_path)
     assert (len(trace.events), trace.dropped) == (5, 11)
 
 
 def test_a_disk_that_refuses_ends_no_run(tmp_path: Path, logged: list[str]) -> None:
     (tmp_path / "file").write_text("x", encoding="utf-8")
-    config = config_of(["local"], output_dir=str(tmp_path / "file"), timeline_steps=-1)
-    with closing(Timeline(config)) as timeline:
+    with timeline(tmp_path / "file", "local", timeline_steps=-1) as made:
         for step in range(3):
-            timeline.add("local", step_spans([0], 1, forward_s=[1], backward_s=[1], step=step)[0])
+            made.add("local", step_spans([0], 1, forward_s=[1], backward_s=[1], step=step)[0])
     assert len(logged) == 1
     assert "no timeline: cannot write" in logged[0]
 
@@ -284,10 +281,10 @@ def test_spans_that_no_recorder_made_are_refused(tmp_path: Path, change: dict[st
     """The writer's error comes out of a later `add` or of the end, never into a log alone."""
     good = step_spans([0, 1], 1, forward_s=[1, 1], backward_s=[1, 1])[1][0]
     for span in ({**good, **change}, {name: good[name] for name in good if name != "began"}):
-        timeline = Timeline(config_of(["local", 1], output_dir=str(tmp_path)))
-        timeline.add(1, [span])
+        made = Timeline(config_of(["local", 1], output_dir=str(tmp_path)))
+        made.add(1, [span])
         with pytest.raises(ProtocolError, match="worker 1 sent a span that is none"):
-            timeline.close()
+            made.close()
 
 
 # -- wrong inputs -----------------------------------------------------------------------------
@@ -324,8 +321,7 @@ def test_an_invalid_timeline_file_is_refused(tmp_path: Path) -> None:
 
 def test_file_without_steps_says_why(tmp_path: Path) -> None:
     record(tmp_path, THREE, steps=[1])
-    path = tmp_path / "timeline.json"
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    path, raw = tmp_path / "timeline.json", raw_of(tmp_path)
     path.write_text(json.dumps({**raw, "traceEvents": []}), encoding="utf-8")
     with pytest.raises(UserError, match=r"(?s)no steps.*second step"):
         read_timeline(path)

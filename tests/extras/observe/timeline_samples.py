@@ -20,6 +20,11 @@ from hetero_framework.extras.observe.timeline import Trace
 from hetero_framework.extras.observe.trace_file import Timeline, read_timeline
 
 Spans = dict[int, list[Span]]
+THREE: dict[str, Any] = {
+    "devices": [0, 1, 2], "micro_batches": 4, "forward_s": [0.01, 0.02, 0.01],
+    "backward_s": [0.02, 0.04, 0.02], "wire_s": 0.003, "update_s": 0.005,
+}  # fmt: skip
+"""Settings of `step_spans`: three processes, one stage each."""
 
 
 def config_of(
@@ -27,17 +32,16 @@ def config_of(
 ) -> Config:
     """`layers` for each entry of the plan; owners are "local" and workers 1, 2, ..."""
     workers = sorted({owner for owner in owners if isinstance(owner, int)})
+    plan = [
+        {"id": owner, "start": layers * i, "end": layers * (i + 1), "offload": offload}
+        for i, owner in enumerate(owners)
+    ]
     raw: dict[str, Any] = {
         "coordinator": {"ip": "10.0.0.100"},
         "workers": [{"id": n, "ip": f"10.0.0.{n}"} for n in workers],
-        "shard_plan": [
-            {"id": owner, "start": layers * i, "end": layers * (i + 1), "offload": offload}
-            for i, owner in enumerate(owners)
-        ],
-        **({"adapter": {"r": 4}} if offload else {}),
-        "training": training,
+        "adapter": {"r": 4} if offload else None,
     }
-    return Config.from_dict(raw)
+    return Config.from_dict({**raw, "shard_plan": plan, "training": training})
 
 
 def clock(process: int) -> float:
@@ -112,17 +116,11 @@ class _Play:
             self.launch(self.start)
         while self.ready:
             # The task that can start first; of several, backward first, then the oldest.
-            kind, stage, k = min(self.ready, key=self.order)
-            self.work(
-                kind,
-                stage,
-                k,
-                max(self.ready.pop((kind, stage, k)), self.free[self.devices[stage]]),
-            )
+            task = min(self.ready, key=self.order)
+            self.work(*task, max(self.ready.pop(task), self.free[self.devices[task[1]]]))
         end = max(self.free.values())
-        for process in self.spans:
-            if self.update_s:
-                self.note(process, "commit", 0, -1, end, end + self.update_s)
+        for process in self.spans if self.update_s else ():
+            self.note(process, "commit", 0, -1, end, end + self.update_s)
         return self.spans
 
     def order(self, task: tuple[str, int, int]) -> tuple[float, bool, int, int]:
@@ -177,14 +175,6 @@ class _Play:
         self, process: int, kind: str, stage: int, k: int, began: float, ended: float, **extra: Any
     ) -> None:
         shift = self.clock(process)
-        self.spans[process].append(
-            {
-                "kind": kind,
-                "stage": stage,
-                "micro_batch": k,
-                "step": self.step,
-                "began": began + shift,
-                "ended": ended + shift,
-                **extra,
-            }
-        )
+        times = {"began": began + shift, "ended": ended + shift}
+        span = {"kind": kind, "stage": stage, "micro_batch": k, "step": self.step}
+        self.spans[process].append({**span, **times, **extra})
