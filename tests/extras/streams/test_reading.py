@@ -100,11 +100,9 @@ def test_resumes_give_the_rows_of_a_run_without(name: str, order: str, folder: P
 
 
 def test_rows_in_order_are_those_of_datasets(folder: Path) -> None:
-    files = str(folder / "s*.jsonl")
-    cache = str(folder / "cache")
-    there = datasets.load_dataset(
-        "json", data_files=files, split="train", streaming=True, cache_dir=cache
-    )
+    files, cache = str(folder / "s*.jsonl"), str(folder / "cache")
+    how = {"split": "train", "streaming": True, "cache_dir": cache}
+    there = datasets.load_dataset("json", data_files=files, **how)
     [found] = epochs(rows(folder, "s*.jsonl", order="sequential"), 1)
     assert found == [row["text"] for row in there]
 
@@ -142,11 +140,7 @@ def test_rows_are_shuffled_within_blocks(folder: Path) -> None:
     [found] = epochs(rows(folder, "s0.jsonl"), 1)
     blocks = [found[:16], found[16:32], found[32:]]
     numbers = [[int(text.partition("-")[2]) for text in block] for block in blocks]
-    assert [sorted(block) for block in numbers] == [
-        list(range(16)),
-        list(range(16, 32)),
-        list(range(32, 40)),
-    ]
+    assert [*map(sorted, numbers)] == [[*range(16)], [*range(16, 32)], [*range(32, 40)]]
     assert all(block != sorted(block) for block in numbers)
     assert [k - 16 for k in numbers[1]] != numbers[0]
 
@@ -182,19 +176,15 @@ def test_a_name_on_the_hub_is_streamed(folder: Path, monkeypatch: pytest.MonkeyP
     assert [text for _, batch in rest for text in batch] == found[16:]
 
 
-def change(folder: Path) -> None:
-    (folder / "s2.jsonl").write_text('{"text": "other"}\n' * 25)
-
-
-def vanish(folder: Path) -> None:
-    (folder / "s2.jsonl").unlink()
-
-
-@pytest.mark.parametrize(("deed", "word"), [(change, "changed"), (vanish, "vanished")])
+@pytest.mark.parametrize(
+    ("deed", "word"),
+    [(lambda file: file.write_text('{"text": "x"}\n' * 25), "changed"), (Path.unlink, "vanished")],
+    ids=["changed", "vanished"],
+)
 def test_a_shard_that_is_not_as_it_was_is_named(deed: Any, word: str, folder: Path) -> None:
     found = rows(folder, "s*.jsonl", order="sequential")
     next(found)
-    deed(folder)
+    deed(folder / "s2.jsonl")
     with pytest.raises(DataError, match=rf"s2\.jsonl has {word}"):
         epochs(found, 1)
 

@@ -30,7 +30,7 @@ from tests.unit.data_helpers import make_config, tiny_tokenizer, write_jsonl
 from tests.waiting import is_running, wait_until
 
 STEPS, OF_STEP = 120, 8
-Settings = Callable[..., Config]
+Settings, Load = Callable[..., Config], Callable[..., TrainData]
 
 
 @pytest.fixture
@@ -74,18 +74,18 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def opened() -> Iterator[list[TrainData]]:
-    """Streams to end after the test."""
+def load(settings: Settings) -> Iterator[Load]:
+    """Streams of such a configuration, to end after the test."""
     found: list[TrainData] = []
-    yield found
+
+    def made(*, vocab_size: int | None = None, **changes: Any) -> TrainData:
+        config = settings(**changes)
+        found.append(load_data(config, load_tokenizer(config), vocab_size=vocab_size))
+        return found[-1]
+
+    yield made
     for data in found:
         data.close()
-
-
-def load(config: Config, opened: list[TrainData], **about: Any) -> TrainData:
-    data = load_data(config, load_tokenizer(config), **about)
-    opened.append(data)
-    return data
 
 
 def pid_of(data: TrainData) -> int:
@@ -102,9 +102,9 @@ def same(one: TrainData, other: TrainData, steps: Any) -> bool:
     )
 
 
-def test_examples_are_those_of_the_files(settings: Settings, opened: list[TrainData]) -> None:
-    stream = load(settings(), opened)
-    whole = load(settings(streaming=False), opened)
+def test_examples_are_those_of_the_files(load: Load) -> None:
+    stream = load()
+    whole = load(streaming=False)
     epoch = [stream.examples[k] for k in range(200)]
     assert sorted((ids.tolist(), labels.tolist()) for ids, labels in epoch) == sorted(
         (ids.tolist(), labels.tolist())
@@ -118,11 +118,9 @@ def test_examples_are_those_of_the_files(settings: Settings, opened: list[TrainD
 
 
 @pytest.mark.usefixtures("here")
-def test_a_step_is_a_function_of_its_number(
-    settings: Settings, opened: list[TrainData], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = load(settings(), opened)
-    other = load(settings(), opened)
+def test_a_step_is_a_function_of_its_number(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = load()
+    other = load()
     assert same(whole, other, range(40))
     rows: Any = other.examples
     before = rows._child
@@ -134,14 +132,14 @@ def test_a_step_is_a_function_of_its_number(
 
 
 @pytest.mark.usefixtures("here")
-def test_a_state_of_any_step_goes_on_there(settings: Settings, opened: list[TrainData]) -> None:
-    whole = load(settings(), opened)
+def test_a_state_of_any_step_goes_on_there(load: Load) -> None:
+    whole = load()
     states = {0: json.loads(json.dumps(whole.state))}
     for step in range(90):
         whole.step_batches(step)
         states[step + 1] = json.loads(json.dumps(whole.state))
     for step in (0, 17, 55, 90):
-        resumed = load(settings(), opened)
+        resumed = load()
         resumed.restore(states[step])
         assert same(resumed, whole, range(step, step + 20))
         rows: Any = resumed.examples
@@ -151,8 +149,8 @@ def test_a_state_of_any_step_goes_on_there(settings: Settings, opened: list[Trai
 
 
 @pytest.mark.usefixtures("here")
-def test_the_longest_example_is_made_up(settings: Settings, opened: list[TrainData]) -> None:
-    data = load(settings(pad_to_multiple_of=20), opened)
+def test_the_longest_example_is_made_up(load: Load) -> None:
+    data = load(pad_to_multiple_of=20)
     largest = data.largest_batch(3)
     assert largest[0] == STEPS
     assert largest[1]["input_ids"].shape == (4, 40)
@@ -160,15 +158,13 @@ def test_the_longest_example_is_made_up(settings: Settings, opened: list[TrainDa
 
 
 @pytest.mark.usefixtures("here")
-def test_columns_and_completions_are_read_as_of_files(
-    settings: Settings, opened: list[TrainData], tmp_path: Path
-) -> None:
+def test_columns_and_completions_are_read_as_of_files(load: Load, tmp_path: Path) -> None:
     rows = [{"question": f"fox {k}", "completion": "over the dog"} for k in range(30)]
     write_jsonl(tmp_path / "pairs.jsonl", rows)
     about = {"train": "pairs.jsonl", "columns": {"prompt": "question"}}
     training = {"train_sampling_strategy": "sequential"}
-    stream = load(settings(**about, training=training), opened)
-    whole = load(settings(**about, streaming=False), opened)
+    stream = load(**about, training=training)
+    whole = load(**about, streaming=False)
     for k in range(30):
         for a, b in zip(stream.examples[k], whole.examples[k], strict=True):
             np.testing.assert_array_equal(a, b)
@@ -176,11 +172,11 @@ def test_columns_and_completions_are_read_as_of_files(
 
 @pytest.mark.usefixtures("here")
 def test_rows_without_a_token_to_learn_are_left_out_and_counted(
-    settings: Settings, opened: list[TrainData], tmp_path: Path, logged: list[str]
+    load: Load, tmp_path: Path, logged: list[str]
 ) -> None:
     rows = [{"text": "fox " * 40}, {"text": ""}, {"text": "dog"}]
     write_jsonl(tmp_path / "s0.jsonl", rows)
-    data = load(settings(train="s0.jsonl", add_eos=False), opened)
+    data = load(train="s0.jsonl", add_eos=False)
     lengths = {len(data.examples[k][0]) for k in range(2)}
     assert 32 in lengths
     data.close()
@@ -188,18 +184,14 @@ def test_rows_without_a_token_to_learn_are_left_out_and_counted(
 
 
 @pytest.mark.usefixtures("here")
-def test_an_epoch_that_teaches_nothing_is_refused(
-    settings: Settings, opened: list[TrainData], tmp_path: Path
-) -> None:
+def test_an_epoch_that_teaches_nothing_is_refused(load: Load, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "s0.jsonl", [{"text": ""}] * 3)
     with pytest.raises(DataError, match="none of the 3 examples of an epoch has a token"):
-        load(settings(train="s0.jsonl"), opened)
+        load(train="s0.jsonl")
 
 
-def test_a_process_that_is_killed_is_a_data_error(
-    settings: Settings, opened: list[TrainData]
-) -> None:
-    data = load(settings(training={"max_steps": 10**6}), opened)
+def test_a_process_that_is_killed_is_a_data_error(load: Load) -> None:
+    data = load(training={"max_steps": 10**6})
     os.kill(pid_of(data), signal.SIGKILL)
     ended = r"the process that reads the stream ended \(signal SIGKILL"
     with pytest.raises(DataError, match=ended):
@@ -208,88 +200,78 @@ def test_a_process_that_is_killed_is_a_data_error(
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGSTOP")
 def test_a_process_that_does_nothing_is_a_data_error(
-    settings: Settings, opened: list[TrainData], monkeypatch: pytest.MonkeyPatch
+    load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = load(settings(training={"max_steps": 10**6}), opened)
+    data = load(training={"max_steps": 10**6})
     os.kill(pid_of(data), signal.SIGSTOP)
     monkeypatch.setattr(rows_module, "_PATIENCE_S", 0.2)
     with pytest.raises(DataError, match=r"gave nothing for 0\.4 s"):
         all(data.step_batches(step) for step in range(10**6))
 
 
-def test_a_damaged_shard_is_named(
-    settings: Settings, opened: list[TrainData], tmp_path: Path
-) -> None:
+def test_a_damaged_shard_is_named(load: Load, tmp_path: Path) -> None:
     packed = gzip.compress((tmp_path / "s0.jsonl").read_bytes() * 50)
     (tmp_path / "t0.jsonl.gz").write_bytes(packed[: len(packed) // 2])
     with pytest.raises(DataError, match=r"t0\.jsonl\.gz: damaged gzip file"):
-        load(settings(train="t0.jsonl.gz"), opened)
+        load(train="t0.jsonl.gz")
 
 
 @pytest.mark.usefixtures("here")
-def test_a_bad_row_is_named(settings: Settings, opened: list[TrainData], tmp_path: Path) -> None:
+def test_a_bad_row_is_named(load: Load, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "s0.jsonl", [{"text": "fox"}, {"text": 3}])
     with pytest.raises(DataError, match=r"s0\.jsonl:2"):
-        load(settings(train="s0.jsonl"), opened)
+        load(train="s0.jsonl")
     with pytest.raises(DataError, match=r"has the id \d+, but the model has only 20 embeddings"):
-        load(settings(train="s1.jsonl"), opened, vocab_size=20)
+        load(train="s1.jsonl", vocab_size=20)
 
 
 @pytest.mark.usefixtures("here")
-def test_a_resume_with_another_shard_is_refused(
-    settings: Settings, opened: list[TrainData], tmp_path: Path
-) -> None:
-    state = load(settings(), opened).state
+def test_a_resume_with_another_shard_is_refused(load: Load, tmp_path: Path) -> None:
+    state = load().state
     os.utime(tmp_path / "s3.jsonl", ns=(0, 0))  # a copy elsewhere, say
-    load(settings(), opened).restore(state)
+    load().restore(state)
     content = (tmp_path / "s3.jsonl").read_text()
     (tmp_path / "s3.jsonl").write_text(content.replace("fox", "dog"))
     with pytest.raises(DataError, match=r"s3\.jsonl has changed since the run began"):
-        load(settings(), opened).restore(state)
+        load().restore(state)
     write_jsonl(tmp_path / "s9.jsonl", [{"text": "fox"}])
     with pytest.raises(DataError, match=r"s9\.jsonl has appeared"):
-        load(settings(train=["s0.jsonl", "s9.jsonl"]), opened).restore(
+        load(train=["s0.jsonl", "s9.jsonl"]).restore(
             {**state, "shards": {"s0.jsonl": state["shards"]["s0.jsonl"]}}
         )
 
 
 @pytest.mark.usefixtures("here")
-def test_the_fingerprint_is_that_of_the_settings(
-    settings: Settings, opened: list[TrainData]
-) -> None:
-    one = load(settings(), opened).fingerprint
-    assert load(settings(pad_to_multiple_of=8), opened).fingerprint == one
-    assert load(settings(max_length=31), opened).fingerprint != one
+def test_the_fingerprint_is_that_of_the_settings(load: Load) -> None:
+    one = load().fingerprint
+    assert load(pad_to_multiple_of=8).fingerprint == one
+    assert load(max_length=31).fingerprint != one
 
 
 @pytest.mark.usefixtures("here")
-def test_files_count_by_their_content_wherever_they_are(
-    settings: Settings, opened: list[TrainData], tmp_path: Path
-) -> None:
-    whole = load(settings(), opened)
+def test_files_count_by_their_content_wherever_they_are(load: Load, tmp_path: Path) -> None:
+    whole = load()
     state = json.loads(json.dumps(whole.state))
     (tmp_path / "moved").mkdir()
     for shard in tmp_path.glob("s*.jsonl"):
         shard.rename(tmp_path / "moved" / shard.name)
     for train in ("moved/*.jsonl", str(tmp_path / "moved")):
-        moved = load(settings(train=train), opened)
+        moved = load(train=train)
         assert moved.fingerprint == whole.fingerprint
         moved.restore(state)
     content = (tmp_path / "moved" / "s3.jsonl").read_text()
     (tmp_path / "moved" / "s3.jsonl").write_text(content.replace("fox", "dog"))
-    assert load(settings(train="moved/*.jsonl"), opened).fingerprint != whole.fingerprint
+    assert load(train="moved/*.jsonl").fingerprint != whole.fingerprint
 
 
 @pytest.mark.long
-def test_a_file_that_expands_without_end_takes_little_memory(
-    settings: Settings, opened: list[TrainData], tmp_path: Path
-) -> None:
+def test_a_file_that_expands_without_end_takes_little_memory(load: Load, tmp_path: Path) -> None:
     """20 GB of rows with a long field that is not used, as far as 2,000 steps come."""
     row = json.dumps({"text": "the fox jumps over the dog", "notes": "and two " * 12_500})
     part = pyarrow.compress(f"{row}\n".encode() * 640, codec="zstd", asbytes=True)
     with (tmp_path / "all.jsonl.zst").open("wb") as file:
         file.writelines([part] * 312)
-    data = load(settings(train="all.jsonl.zst", training={"max_steps": 10**6}), opened)
+    data = load(train="all.jsonl.zst", training={"max_steps": 10**6})
     process = psutil.Process()
     before, most = process.memory_info().rss, 0
     for step in range(2000):
@@ -338,13 +320,11 @@ def test_settings_that_do_not_go_with_a_stream(
 
 
 @pytest.mark.usefixtures("here")
-def test_samples_of_several_sources_know_theirs(
-    settings: Settings, opened: list[TrainData], tmp_path: Path
-) -> None:
+def test_samples_of_several_sources_know_theirs(load: Load, tmp_path: Path) -> None:
     pairs = [{"prompt": f"fox {k}", "completion": " over the dog"} for k in range(30)]
     write_jsonl(tmp_path / "pairs.jsonl", pairs)
     train = [{"path": "s0.jsonl", "weight": 3}, {"path": "pairs.jsonl", "weight": 1}]
-    data = load(settings(train=train, mixing="interleave"), opened)
+    data = load(train=train, mixing="interleave")
     assert data.mixture.metric_names == ("loss/s0", "loss/pairs")
     counts = [0, 0]
     for step in range(4):
@@ -359,9 +339,9 @@ def test_samples_of_several_sources_know_theirs(
     assert data.largest_batch(0) is not None
 
 
-def test_streams_are_for_texts(settings: Settings, opened: list[TrainData]) -> None:
+def test_streams_are_for_texts(load: Load) -> None:
     with pytest.raises(DataError, match=r"data\.streaming is for texts"):
-        load(settings(training={"objective": "dpo"}), opened)
+        load(training={"objective": "dpo"})
 
 
 @pytest.mark.usefixtures("here")
