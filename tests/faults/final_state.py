@@ -1,4 +1,5 @@
-"""The final state of a run: its last checkpoint, its result, and the lines of its steps."""
+"""The final state of a run: its last checkpoint, its result, and the lines of its steps. To
+compare with that of an undisturbed run, or of one process."""
 
 from __future__ import annotations
 
@@ -9,9 +10,16 @@ from typing import Any
 import torch
 
 from hetero_framework.trainer.checkpoint import CheckpointStore
-from tests.integration.test_parity import weights
+from tests.integration.test_parity import assert_same, weights
+from tests.pools import read_metrics
 
 _KEYS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "eval_loss")
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """The same steps, and the same bits in the results."""
+    assert read_metrics(one) == read_metrics(other)
+    assert_same(weights(one), weights(other))
 
 
 def differences(one: Path, other: Path) -> list[str]:

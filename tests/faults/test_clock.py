@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from hetero_framework.trainer.coordinator import train
-from tests.integration.test_parity import assert_same, weights
+from tests.faults.final_state import assert_same_run
 from tests.integration.test_recovery import configuration
-from tests.pools import Notes, is_listening, read_metrics, with_end
+from tests.pools import Notes, is_listening, with_end
 from tests.samples import save_llama, save_texts
 
 pytestmark = pytest.mark.faults
@@ -61,5 +61,4 @@ def test_f28_clocks_a_year_apart_and_one_that_jumps_change_nothing(
         worker.kill()
         worker.communicate()
     assert not [line for line in notes.lines if "lost the link" in line]
-    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "calm")
-    assert_same(weights(tmp_path / "run"), weights(tmp_path / "calm"))
+    assert_same_run(tmp_path / "run", tmp_path / "calm")

@@ -16,9 +16,8 @@ import pytest
 
 from hetero_framework.config import TrainingConfig
 from tests.faults import networked
+from tests.faults.final_state import assert_same_run
 from tests.faults.networked import Cluster, event_after, events
-from tests.integration.test_parity import assert_same, weights
-from tests.pools import read_metrics
 from tests.samples import save_llama, save_texts
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
@@ -55,11 +54,6 @@ def healed(cluster: Cluster) -> Iterator[None]:
         cluster.shape(machine, networked.NETWORK)
 
 
-def assert_exact(output: Path, whole: Path) -> None:
-    assert read_metrics(output) == read_metrics(whole)
-    assert_same(weights(output), weights(whole))
-
-
 def losses(output: Path) -> list[str]:
     """The events of links that were lost."""
     return [e["what"] for e in events(output) if "lost" in e["what"]]
@@ -79,7 +73,7 @@ def test_f10_a_pulled_cable_is_noticed_at_both_ends_and_recovered(
         run.finish()
     figure("F10 a pulled cable is noticed", f"{here:.1f} s and {there:.1f} s", "15 s, both ends")
     assert max(here, there) <= LIVENESS_S + ROOM_S
-    assert_exact(run.output, whole)
+    assert_same_run(run.output, whole)
 
 
 @pytest.mark.parametrize("way", ["to the worker", "from the worker"])
@@ -95,7 +89,7 @@ def test_f12_one_lost_direction_is_noticed_and_recovered(
         cluster.heal()
         run.finish()
     figure(f"F12 nothing passes {way}: noticed", f"{here:.1f} s", "15 s")
-    assert_exact(run.output, whole)
+    assert_same_run(run.output, whole)
 
 
 def test_f11_a_partition_that_heals_is_only_a_delay(cluster: Cluster, whole: Path, figure) -> None:
@@ -107,7 +101,7 @@ def test_f11_a_partition_that_heals_is_only_a_delay(cluster: Cluster, whole: Pat
         run.finish()
     figure("F11 a partition of 5 s", f"{len(losses(run.output))} links lost", "0, bit-equal")
     assert losses(run.output) == []
-    assert_exact(run.output, whole)
+    assert_same_run(run.output, whole)
 
 
 def test_f13_a_slow_link_is_not_a_dead_one(cluster: Cluster, whole: Path, figure) -> None:
@@ -123,7 +117,7 @@ def test_f13_a_slow_link_is_not_a_dead_one(cluster: Cluster, whole: Path, figure
     reached = f"{len(losses(run.output))} links lost, {took:.1f} s per step"
     figure("F13 a link slows down from 100 to 0.1 Mbit/s", reached, "0 lost, bit-equal")
     assert losses(run.output) == []
-    assert_exact(run.output, whole)
+    assert_same_run(run.output, whole)
 
 
 def test_f14_lost_packets_only_cost_time(cluster: Cluster, whole: Path, figure) -> None:
@@ -137,7 +131,7 @@ def test_f14_lost_packets_only_cost_time(cluster: Cluster, whole: Path, figure) 
     figure("F14 lost packets", f"{dropped}, {len(losses(run.output))} links lost", "0 links lost")
     assert dropped > 20
     assert losses(run.output) == []
-    assert_exact(run.output, whole)
+    assert_same_run(run.output, whole)
 
 
 def test_f16_a_process_that_stands_still_for_5_s_is_waited_for(
@@ -154,7 +148,7 @@ def test_f16_a_process_that_stands_still_for_5_s_is_waited_for(
     reached = f"{len(losses(run.output))} links lost, coordinator +{grown:.1f} MiB"
     figure("F16, F33 a worker stands still for 5 s", reached, "0, memory flat")
     assert losses(run.output) == []
-    assert_exact(run.output, whole)
+    assert_same_run(run.output, whole)
 
 
 def test_a_network_that_drops_large_packets_costs_time_and_is_reported(
@@ -166,7 +160,7 @@ def test_a_network_that_drops_large_packets_costs_time_and_is_reported(
         cluster.drop_large(1)
         run.finish()
     assert [line for line in run.said if "is reached with small packets from now on" in line]
-    assert_exact(run.output, whole)
+    assert_same_run(run.output, whole)
 
 
 @pytest.mark.parametrize("machine", [0, 1])

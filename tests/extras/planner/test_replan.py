@@ -28,8 +28,9 @@ from hetero_framework.extras.planner.replanning import ChosenPlan, Replanning
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.plans import PlanChange
 from hetero_framework.trainer.setup import replanned
-from tests.integration.test_parity import LORA, assert_same, weights
-from tests.pools import TRAINING, Notes, is_listening, read_metrics
+from tests.faults.final_state import assert_same_run
+from tests.integration.test_parity import LORA
+from tests.pools import TRAINING, Notes, is_listening
 from tests.reads import note_reads
 from tests.samples import free_ports
 from tests.waiting import WAIT_S
@@ -68,6 +69,16 @@ def entries(cut: list[tuple[Any, int, int]]) -> list[dict[str, Any]]:
     return [{"id": owner, "start": start, "end": end} for owner, start, end in cut]
 
 
+def assert_equals_one_process(config: Config) -> None:
+    """Train once more, in one process, and compare."""
+    raw, whole = config.to_dict(), config.output_dir.with_name("whole")
+    training = {**raw["training"], "output_dir": str(whole)}
+    alone = {**raw, "workers": [], "shard_plan": entries(WHOLE), "training": training}
+    train(Config.from_dict(alone))
+    assert not events(whole, "plan changed")
+    assert_same_run(config.output_dir, whole)
+
+
 def events(output: Path, what: str) -> list[dict[str, Any]]:
     lines = (output / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["what"] == what]
@@ -94,13 +105,10 @@ def cut_at(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_changes_of_plan_change_no_bit(
     adapter: Any, llama: Path, texts: Path, tmp_path: Path
 ) -> None:
-    train(make(llama, texts, tmp_path / "whole", WHOLE, adapter=adapter))
     run = make(llama, texts, tmp_path / "run", THREE, adapter=adapter)
     train(run, replan=True, progress=Notes())
-    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
-    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert_equals_one_process(run)
     assert [event["to_step"] for event in events(tmp_path / "run", "plan changed")] == [3, 5, 7]
-    assert not events(tmp_path / "whole", "plan changed")
 
 
 @pytest.mark.long
@@ -120,9 +128,7 @@ def test_ctrl_c_during_a_change_of_plan_keeps_the_state(
     assert "after step 3" in stopped.value.hint
     assert not events(tmp_path / "run", "plan changed")
     train(config, replan=True, progress=Notes())
-    train(make(llama, texts, tmp_path / "whole", WHOLE, adapter=LORA))
-    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
-    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert_equals_one_process(config)
 
 
 @pytest.mark.long
@@ -143,9 +149,8 @@ def test_a_direct_link_that_does_not_come_about_under_another_plan_ends_no_run(
     monkeypatch.setattr(DirectLinks, "connect", connect)
     run = make(llama, texts, tmp_path / "run", THREE, adapter=LORA, links="direct")
     train(run, replan=True)
-    train(make(llama, texts, tmp_path / "whole", WHOLE, adapter=LORA))
     assert asked > 1
-    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert_equals_one_process(run)
     assert events(tmp_path / "run", "no direct link")
 
 
@@ -278,16 +283,13 @@ def test_a_worker_that_stays_away_is_done_without_and_taken_back(
         worker.await_line("serving the run of")
 
     train(config, replan=True, progress=At(step_5=worker.kill, step_7=flap, step_8=return_))
-    train(alone(config, tmp_path / "whole"))
-    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
-    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert_equals_one_process(config)
     without, again = events(tmp_path / "run", "plan changed")
     assert without["reason"] == "worker 2 stays away"
     assert "worker 2" not in without["plan"]
     assert (again["reason"], again["from_step"]) == ("worker 2 is back", again["to_step"])
-    assert (
-        again["plan"] == "layers 0-1 on coordinator, layers 2-3 on worker 1, layers 4-5 on worker 2"
-    )
+    there = "layers 0-1 on coordinator, layers 2-3 on worker 1, layers 4-5 on worker 2"
+    assert again["plan"] == there
 
 
 @pytest.mark.long
@@ -303,22 +305,11 @@ def test_full_training_goes_on_without_a_worker_from_the_last_checkpoint(
     """What the others have in memory is two steps further than what they go on from."""
     monkeypatch.setattr(timeouts, "REPLAN_S", 1.0)
     train(config, replan=True, progress=At(step_5=worker.kill))
-    train(alone(config, tmp_path / "whole"))
-    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
-    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert_equals_one_process(config)
     [without] = events(tmp_path / "run", "plan changed")
     assert (without["reason"], without["to_step"]) == ("worker 2 stays away", 3)
     assert without["from_step"] == 5
     assert "worker 2" not in without["plan"]
-
-
-def alone(config: Config, output: Path) -> Config:
-    """The same run in one process."""
-    raw = config.to_dict()
-    training = {**raw["training"], "output_dir": str(output)}
-    return Config.from_dict(
-        {**raw, "workers": [], "shard_plan": entries(WHOLE), "training": training}
-    )
 
 
 @pytest.mark.long
@@ -331,9 +322,7 @@ def test_a_worker_lost_during_a_change_of_plan_restarts_the_change(
     monkeypatch.setenv("HETERO_FAILPOINT", f"worker-1/{point}@5,worker-1/{point}@6")
     train(config, replan=True, progress=At(step_5=worker.kill))
     monkeypatch.delenv("HETERO_FAILPOINT")
-    train(alone(config, tmp_path / "whole"))
-    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
-    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert_equals_one_process(config)
     assert [e["worker"] for e in events(tmp_path / "run", "worker restarted")] == [1]
     # One that is started again slowly is done without first, too, and then taken back.
     last = events(tmp_path / "run", "plan changed")[-1]
@@ -348,11 +337,8 @@ def test_a_coordinator_killed_during_a_change_of_plan_continues(
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config.to_dict()))
     command = [sys.executable, "-m", "hetero_framework", "train", "--replan", "--config", str(file)]
-    environment = {
-        **os.environ,
-        "HETERO_FAILPOINT": "coordinator/load@6,coordinator/step@6:sleep:8",
-    }
-    killed = subprocess.Popen(command, env=environment)
+    points = "coordinator/load@6,coordinator/step@6:sleep:8"
+    killed = subprocess.Popen(command, env={**os.environ, "HETERO_FAILPOINT": points})
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
         while not metrics.exists() or len(metrics.read_bytes().splitlines()) < 5:
@@ -366,6 +352,4 @@ def test_a_coordinator_killed_during_a_change_of_plan_continues(
     worker.start()
     worker.await_line("listens on")
     subprocess.run(command, check=True, timeout=240)
-    train(alone(config, tmp_path / "whole"))
-    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
-    assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert_equals_one_process(config)

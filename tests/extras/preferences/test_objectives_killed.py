@@ -24,8 +24,8 @@ from tests.extras.classification.test_classification_runs import (
     save_tagged,
 )
 from tests.extras.pictures.test_image_chain import CLASSIFIERS
-from tests.integration.test_parity import LORA, assert_same, weights
-from tests.pools import read_metrics
+from tests.faults.final_state import assert_same_run
+from tests.integration.test_parity import LORA
 from tests.samples import DEVICE, free_ports
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -101,5 +101,4 @@ def test_a_killed_run_goes_on_to_the_same_bits(objective: str, llama: Path, tmp_
     again = run("killed")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "goes on after step" in again.stdout + again.stderr
-    assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "whole")
-    assert_same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")

@@ -17,6 +17,7 @@ from hetero_framework.errors import CallbackError, ConfigError
 from hetero_framework.trainer.coordinator import train
 from tests.cases import seldom
 from tests.extras.preferences.test_preference_runs import KTO, save_pairs, save_ratings
+from tests.faults.final_state import assert_same_run
 from tests.integration.test_best_model import Ending
 from tests.integration.test_parity import LORA, assert_same, weights
 from tests.pools import read_metrics
@@ -157,8 +158,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_command(
     assert asked not in again.stdout + again.stderr
     monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "other"))
     train(configured("whole", [], training=training))
-    assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "whole")
-    assert_same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
 @pytest.mark.long
@@ -172,8 +172,7 @@ def test_the_reference_says_the_same_before_and_in_each_step(
         # Other rows are beside an example when all are asked in order, and so another padding.
         told |= {"train_sampling_strategy": "sequential", "max_steps": 1}
         train(configured(name, [], adapter=LORA, training=told))
-    assert read_metrics(tmp_path / "often") == read_metrics(tmp_path / "once")
-    assert_same(weights(tmp_path / "often"), weights(tmp_path / "once"))
+    assert_same_run(tmp_path / "often", tmp_path / "once")
 
 
 def test_without_a_new_adapter_no_step_can_ask_the_reference(configured: Any) -> None:

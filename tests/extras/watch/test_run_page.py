@@ -15,8 +15,8 @@ from hetero_framework.config import Config
 from hetero_framework.errors import StoppedEarly
 from hetero_framework.trainer.coordinator import train
 from tests.extras.watch.pages import Client, Halting, address_of, steered
+from tests.faults.final_state import assert_same_run
 from tests.integration.test_parity import assert_same, weights
-from tests.pools import read_metrics
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left", "verdicts")]
 TRAINING = {"max_steps": 12, "save_strategy": "no", "page": True}
@@ -70,8 +70,7 @@ def test_pause_checkpoint_and_resume_change_no_bit(config, plain, tmp_path) -> N
         assert page.act("resume") == (200, "")
 
     steered(config("steered"), steer)
-    assert read_metrics(output) == read_metrics(plain)
-    assert_same(weights(output), weights(plain))
+    assert_same_run(output, plain)
     assert not (output / "page.json").exists()
 
 
@@ -106,8 +105,7 @@ def test_stop_saves_and_the_run_goes_on_with_the_same_bits(
     assert not (tmp_path / "steered" / "page.json").exists()
     assert checkpoints(tmp_path / "steered") == ["step_3"]
     train(Config.from_dict(config("steered", page=False)))
-    assert read_metrics(tmp_path / "steered") == read_metrics(plain)
-    assert_same(weights(tmp_path / "steered"), weights(plain))
+    assert_same_run(tmp_path / "steered", plain)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal")
