@@ -152,6 +152,19 @@ def config_for(*parts: tuple[str | int, int], device: str = "cpu", **sections: A
     return Config.from_dict({**machines, "shard_plan": plan_of(*parts), **sections})
 
 
+def machines_here(*parts: tuple[str | int, int], **machine: Any) -> dict[str, Any]:
+    """A coordinator and workers of this machine at free ports, with `plan_of(*parts)`; `machine`
+    are settings of each."""
+    owners = [owner for owner in dict.fromkeys(owner for owner, _ in parts) if owner != "local"]
+    entry = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu", **machine}
+    first, *ports = free_ports(1 + len(owners))
+    return {
+        "coordinator": {**entry, "port": first},
+        "workers": [{**entry, "id": k, "port": p} for k, p in zip(owners, ports, strict=True)],
+        "shard_plan": plan_of(*parts),
+    }
+
+
 def boundary_message(
     kind: type[BoundaryTensor],
     info: StepInfo,

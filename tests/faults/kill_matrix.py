@@ -209,39 +209,23 @@ class Lives:
 def configurations(at: Path, steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of the run that is cut over three processes, and of the same in one."""
     from tests.integration.test_parity import LORA
-    from tests.samples import free_ports, save_llama, save_texts
+    from tests.samples import machines_here, plan_of, save_llama, save_texts
 
-    ports = free_ports(3)
-    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu", "num_threads": 1}
     texts = str(save_texts(at / "texts.jsonl", 21))
     training = {
-        "max_steps": steps,
-        "num_train_epochs": 100,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4,
-        "learning_rate": 1e-3,
-        "save_strategy": "steps",
-        "save_steps": SAVE_STEPS,
-        "eval_strategy": "steps",
-        "eval_steps": SAVE_STEPS,
-        "report_to": "none",
-        "visualize": False,
-        "verify_architecture": False,
-        "replicate_steps": REPLICATE_STEPS,
-        "connect_timeout_s": 60.0,
-        "rejoin_wait_s": 60.0,
+        **{"max_steps": steps, "num_train_epochs": 100, "per_device_train_batch_size": 2},
+        **{"gradient_accumulation_steps": 4, "learning_rate": 1e-3, "save_strategy": "steps"},
+        **{"save_steps": SAVE_STEPS, "eval_strategy": "steps", "eval_steps": SAVE_STEPS},
+        **{"report_to": "none", "visualize": False, "verify_architecture": False},
+        **{"replicate_steps": REPLICATE_STEPS, "connect_timeout_s": 60.0, "rejoin_wait_s": 60.0},
     }
-    base = {
-        "coordinator": {**machine, "port": ports[0]},
+    cut = {
+        **machines_here(("local", 2), (1, 4), (2, 6), num_threads=1),
         "model": {"name_or_path": str(save_llama(at / "llama"))},
         "data": {"train": texts, "eval": texts, "max_length": 32},
         "adapter": LORA,
     }
-    workers = [{**machine, "id": k, "port": ports[k]} for k in (1, 2)]
-    ends = [("local", 0, 2), (1, 2, 4), (2, 4, 6)]
-    plan = [{"id": id, "start": start, "end": end} for id, start, end in ends]
-    cut = {**base, "workers": workers, "shard_plan": plan}
-    whole = {**base, "shard_plan": [{"id": "local", "start": 0, "end": 6}]}
+    whole = {**cut, "workers": [], "shard_plan": plan_of(("local", 6))}
     return (
         {**cut, "training": {**training, "output_dir": str(at / "cut" / "run")}},
         {**whole, "training": {**training, "output_dir": str(at / "whole" / "run")}},

@@ -45,15 +45,9 @@ PATIENCE_S = 240.0
 BOUNDS = (0, 2, 4, 6)
 ACCESS = Plaintext(everywhere=True)
 TRAINING = {
-    "num_train_epochs": 4,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 4,
-    "learning_rate": 1e-3,
-    "save_strategy": "no",
-    "report_to": "none",
-    "visualize": False,
-    "verify_architecture": False,
-    "connect_timeout_s": 60.0,
+    **{"num_train_epochs": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    **{"learning_rate": 1e-3, "save_strategy": "no", "report_to": "none", "visualize": False},
+    **{"verify_architecture": False, "connect_timeout_s": 60.0},
 }
 
 

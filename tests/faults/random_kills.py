@@ -33,7 +33,7 @@ from tests.extras.classification.test_classification_runs import save_rows
 from tests.extras.preferences.test_preference_runs import KTO, save_pairs, save_ratings
 from tests.faults.soak import Command
 from tests.integration.test_parity import LORA
-from tests.samples import free_ports, save_llama, save_texts
+from tests.samples import machines_here, save_llama, save_texts
 
 STEPS = 16
 KILLS = 7
@@ -90,8 +90,6 @@ def schedule(kind: str, seed: int) -> list[Kill]:
 
 
 def configuration(at: Path, kind: str, name: str) -> Path:
-    ports = free_ports(2)
-    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu", "num_threads": 1}
     training = {
         **{"output_dir": str(at / name), "max_steps": STEPS, "num_train_epochs": 100},
         **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
@@ -100,9 +98,7 @@ def configuration(at: Path, kind: str, name: str) -> Path:
         **KINDS[kind],
     }
     raw = {
-        "coordinator": {**machine, "port": ports[0]},
-        "workers": [{**machine, "id": 1, "port": ports[1]}],
-        "shard_plan": [{"id": "local", "start": 0, "end": 2}, {"id": 1, "start": 2, "end": 4}],
+        **machines_here(("local", 2), (1, 4), num_threads=1),
         "model": {"name_or_path": str(at / "llama")},
         "data": {**data(at, training.get("objective", "sft")), "max_length": 40},
         "adapter": LORA,

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.integration.test_parity import LORA
-from tests.samples import free_ports, plan_of, save_llama, save_texts
+from tests.samples import machines_here, save_llama, save_texts
 
 pytestmark = [pytest.mark.faults, pytest.mark.skipif(os.name == "nt", reason="POSIX signals")]
 GOAL_S = 25.0
@@ -48,30 +48,19 @@ class Site:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        coordinator, worker = free_ports(2)
-        machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
         raw = {
-            "coordinator": {**machine, "port": coordinator},
-            "workers": [{**machine, "id": 1, "port": worker}],
-            "shard_plan": plan_of(("local", 3), (1, 6)),
+            **machines_here(("local", 3), (1, 6)),
             "model": {"name_or_path": str(self.llama)},
             "adapter": LORA,
             "data": {"train": str(self.texts), "max_length": 64, "eval": str(self.texts)},
             "training": {
-                "output_dir": str(self.place / "run"),
-                "max_steps": 6,
-                "per_device_train_batch_size": 2,
-                "gradient_accumulation_steps": 4,
-                "eval_strategy": "steps",
-                "eval_steps": 4,
-                "save_strategy": "steps",
-                "save_steps": 5,
-                "sample_prompts": ["a model trains"],
-                "sample_steps": 3,
-                "sample_max_new_tokens": 4,
-                "report_to": "none",
-                "visualize": False,
-                "verify_architecture": False,
+                **{"output_dir": str(self.place / "run"), "max_steps": 6},
+                **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+                **{"eval_strategy": "steps", "eval_steps": 4},
+                **{"save_strategy": "steps", "save_steps": 5},
+                **{"sample_prompts": ["a model trains"], "sample_steps": 3},
+                **{"sample_max_new_tokens": 4, "report_to": "none"},
+                **{"visualize": False, "verify_architecture": False},
             },
         }
         self.place.mkdir(parents=True)
@@ -167,12 +156,10 @@ def finished(site: Site) -> bytes:
     return site.weights()
 
 
-@pytest.mark.parametrize(
-    ("phase", "number"),
-    list(
-        zip(PHASES, 3 * [signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", 1)], strict=False)
-    ),
-)
+SIGNALS = 3 * [signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", 1)]
+
+
+@pytest.mark.parametrize(("phase", "number"), [*zip(PHASES, SIGNALS, strict=False)])
 def test_coordinator_is_stopped(
     phase: str, number: signal.Signals, made: Any, whole: bytes, figure: Any
 ) -> None:

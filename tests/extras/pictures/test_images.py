@@ -18,7 +18,7 @@ from hetero_framework.trainer.coordinator import train
 from tests.extras.classification.test_classification_runs import accuracy
 from tests.extras.pictures.test_image_chain import CLASSIFIERS
 from tests.extras.reporting.test_callbacks import Recorder
-from tests.samples import free_ports
+from tests.samples import machines_here
 
 SETTINGS = {
     **{"per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_steps": 4},
@@ -36,17 +36,11 @@ def pictures() -> TensorDataset:
 
 
 def configuration(model: Path, output: Path) -> Config:
-    machine = {"ip": "127.0.0.1", "port": free_ports(1)[0], "device": "cpu"}
     training = {"objective": "image-classification", "output_dir": str(output), **SETTINGS}
     layers = {"vit": 5, "resnet": 6, "swin": 5}[model.name]
     return Config.from_dict(
         {
-            "coordinator": machine,
-            "workers": [],
-            "shard_plan": [
-                {"id": "local", "start": 0, "end": 2},
-                {"id": "local", "start": 2, "end": layers},
-            ],
+            **machines_here(("local", 2), ("local", layers)),
             "model": {"name_or_path": str(model)},
             "data": {"train": "train_set", "eval": "eval_set"},
             "training": {"visualize": False, "save_strategy": "no", **training},
@@ -71,23 +65,15 @@ def test_losses_and_weights_are_those_of_the_trainer(
         [{"pixel_values": picture, "labels": label} for picture, label in examples]
         for examples in (pictures(), held_out)
     )
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "theirs"),
-        save_strategy="no",
-        logging_steps=1,
-        use_cpu=True,
-        **SETTINGS,
-    )
+    own = {"save_strategy": "no", "logging_steps": 1, "use_cpu": True}
+    arguments = TrainingArguments(output_dir=str(tmp_path / "theirs"), **own, **SETTINGS)
     trainer = Trainer(
         *(model, arguments), train_dataset=rows, eval_dataset=tested, compute_metrics=accuracy
     )
     trainer.train()
     ours = Recorder()
-    summary = train(
-        configuration(tmp_path / name, tmp_path / "ours"),
-        callbacks=[ours],
-        compute_metrics=accuracy,
-    )
+    config = configuration(tmp_path / name, tmp_path / "ours")
+    summary = train(config, callbacks=[ours], compute_metrics=accuracy)
     lines = [
         next(line for line in history if "eval_share" in line)
         for history in (ours.state.log_history, trainer.state.log_history)

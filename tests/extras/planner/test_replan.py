@@ -32,31 +32,26 @@ from tests.faults.final_state import assert_same_run
 from tests.integration.test_parity import LORA
 from tests.pools import TRAINING, Notes, is_listening
 from tests.reads import note_reads
-from tests.samples import free_ports
+from tests.samples import machines_here, plan_of
 from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.usefixtures("nothing_left_here")
 
-CUTS = {
-    3: [("local", 0, 1), (1, 1, 5), (2, 5, 6)],
-    5: [("local", 0, 3), (2, 3, 6)],
-    7: [("local", 0, 1), (2, 1, 2), (1, 2, 4), (2, 4, 6)],
+Cut = list[tuple[Any, int]]  # owners, and the layers before which their parts end
+CUTS: dict[int, Cut] = {
+    3: [("local", 1), (1, 5), (2, 6)],
+    5: [("local", 3), (2, 6)],
+    7: [("local", 1), (2, 2), (1, 4), (2, 6)],
 }
+THREE: Cut = [("local", 2), (1, 4), (2, 6)]
 
 
-WHOLE, THREE = [("local", 0, 6)], [("local", 0, 2), (1, 2, 4), (2, 4, 6)]
-
-
-def make(llama: Path, texts: Path, output: Path, cut: list[tuple[Any, int, int]], **sections: Any):
+def make(llama: Path, texts: Path, output: Path, cut: Cut, **sections: Any):
     """Workers of this machine, which the coordinator starts where nobody listens yet."""
-    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
-    ports, used = free_ports(3), {owner for owner, _, _ in cut}
     training = {"max_steps": 9, "verify_architecture": False, **sections.pop("training", {})}
     return Config.from_dict(
         {
-            "coordinator": {**machine, "port": ports[0]},
-            "workers": [{**machine, "id": i, "port": ports[i]} for i in (1, 2) if i in used],
-            "shard_plan": entries(cut),
+            **machines_here(*cut),
             "model": {"name_or_path": str(llama)},
             "data": {"train": str(texts), "max_length": 64},
             "training": {**TRAINING, "output_dir": str(output), **training},
@@ -65,15 +60,11 @@ def make(llama: Path, texts: Path, output: Path, cut: list[tuple[Any, int, int]]
     )
 
 
-def entries(cut: list[tuple[Any, int, int]]) -> list[dict[str, Any]]:
-    return [{"id": owner, "start": start, "end": end} for owner, start, end in cut]
-
-
 def assert_equals_one_process(config: Config) -> None:
     """Train once more, in one process, and compare."""
     raw, whole = config.to_dict(), config.output_dir.with_name("whole")
     training = {**raw["training"], "output_dir": str(whole)}
-    alone = {**raw, "workers": [], "shard_plan": entries(WHOLE), "training": training}
+    alone = {**raw, "workers": [], "shard_plan": plan_of(("local", 6)), "training": training}
     train(Config.from_dict(alone))
     assert not events(whole, "plan changed")
     assert_same_run(config.output_dir, whole)
@@ -92,7 +83,7 @@ def cut_at(monkeypatch: pytest.MonkeyPatch) -> None:
         prepared = self._prepared
         cut = CUTS.get(log.current_step() or 0)
         if cut and prepared.config.workers:
-            other = replanned(prepared, entries(cut), self.facts, "a test")
+            other = replanned(prepared, plan_of(*cut), self.facts, "a test")
             yield ChosenPlan(other, "a test", None, away=())
 
     monkeypatch.setattr(Replanning, "changes", changes)
@@ -166,10 +157,10 @@ def test_layers_that_stay_are_not_read_again(
             read.append((threading.current_thread().name, name.split(".")[2]))
 
     note_reads(monkeypatch, note)
-    monkeypatch.setitem(CUTS, 3, [("local", 0, 3), (1, 3, 6)])
-    monkeypatch.setitem(CUTS, 5, [("local", 0, 2), (1, 2, 5), ("local", 5, 6)])
+    monkeypatch.setitem(CUTS, 3, [("local", 3), (1, 6)])
+    monkeypatch.setitem(CUTS, 5, [("local", 2), (1, 5), ("local", 6)])
     monkeypatch.delitem(CUTS, 7)
-    config = make(llama, texts, tmp_path / "run", [("local", 0, 2), (1, 2, 6)], adapter=LORA)
+    config = make(llama, texts, tmp_path / "run", [("local", 2), (1, 6)], adapter=LORA)
     over = threading.Event()
     worker = threading.Thread(
         name="worker",

@@ -6,10 +6,8 @@ tests/extras/preferences/test_preference_processes.py has those with a reference
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,10 @@ from tests.extras.classification.test_classification_runs import (
     save_tagged,
 )
 from tests.extras.pictures.test_image_chain import CLASSIFIERS
+from tests.extras.preferences.test_preference_processes import trained_by_command
 from tests.faults.final_state import assert_same_run
 from tests.integration.test_parity import LORA
-from tests.samples import DEVICE, free_ports
+from tests.samples import DEVICE, machines_here
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAINING = {
@@ -75,23 +74,13 @@ def sections(objective: str, place: Path, llama: Path) -> tuple[dict[str, Any], 
 )
 def test_a_killed_run_goes_on_to_the_same_bits(objective: str, llama: Path, tmp_path: Path) -> None:
     parts, file = sections(objective, tmp_path, llama)
-    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": DEVICE}
-    middle = [{"id": "local", "start": 0, "end": 2}, {"id": "local", "start": 2, "end": 6}]
 
     def run(name: str, failpoint: str = "") -> subprocess.CompletedProcess[str]:
         training = {**TRAINING, "objective": objective, "output_dir": str(tmp_path / name)}
-        coordinator = {**machine, "port": free_ports(1)[0]}
-        raw = {"coordinator": coordinator, "workers": [], "shard_plan": middle, **parts}
+        raw = {**machines_here(("local", 2), ("local", 6), device=DEVICE), **parts}
         (tmp_path / "config.json").write_text(json.dumps({**raw, "training": training}))
-        command = ["train", "--config", str(tmp_path / "config.json")]
-        return subprocess.run(
-            [sys.executable, "-m", "hetero_framework", *command]
-            + (["--import", str(file)] if file is not None else []),
-            capture_output=True,
-            text=True,
-            env={**os.environ, "HETERO_FAILPOINT": failpoint},
-            timeout=120,
-        )
+        more = [] if file is None else ["--import", str(file)]
+        return trained_by_command(tmp_path / "config.json", *more, HETERO_FAILPOINT=failpoint)
 
     whole = run("whole")
     assert whole.returncode == 0, whole.stdout + whole.stderr

@@ -85,6 +85,14 @@ def configured(pool: Any, llama: Path, tmp_path: Path) -> Any:
     return config
 
 
+def trained_by_command(
+    file: Path, *words: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hetero_framework", "train", "--config", str(file), *words]
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120}
+    return subprocess.run(command, cwd=file.parent, env={**os.environ, **environment}, **how)
+
+
 @pytest.mark.parametrize("case", seldom(CASES, *SELDOM))
 def test_preferences_do_not_depend_on_the_cut(case: str, configured: Any, tmp_path: Path) -> None:
     sections = CASES[case]
@@ -134,25 +142,14 @@ def test_a_run_that_is_killed_goes_on_with_the_same_command(
     monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
     training = {**training, "save_strategy": "steps", "save_steps": 1}
     config = configured("killed", [], training=training)
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    command = [sys.executable, "-m", "hetero_framework", "train", "--config", "config.json"]
-
-    def run(**environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env={**os.environ, **environment},
-            timeout=120,
-        )
-
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config.to_dict()))
     asked = "the reference is asked about 11 examples of train"
     for point in ("evaluation@0", "commit-done@2"):
-        killed = run(HETERO_FAILPOINT=f"coordinator/{point}")
+        killed = trained_by_command(file, HETERO_FAILPOINT=f"coordinator/{point}")
         assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
         assert asked in killed.stdout + killed.stderr
-    again = run()
+    again = trained_by_command(file)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "goes on after step" in again.stdout + again.stderr
     assert asked not in again.stdout + again.stderr

@@ -13,7 +13,7 @@ from safetensors.torch import load
 
 from tests.hub_server import TOKEN, HubServer
 from tests.pools import TRAINING
-from tests.samples import free_ports
+from tests.samples import machines_here
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left_here")]
 WATCH = (
@@ -23,14 +23,10 @@ WATCH = (
 
 @pytest.fixture
 def configuration(tmp_path: Path, llama: Path, texts: Path) -> Path:
-    ports = free_ports(2)
-    machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
     pushes = {"push_to_hub": True, "hub_strategy": "checkpoint", "hub_private_repo": True}
     saves = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     config = {
-        "coordinator": {**machine, "port": ports[0]},
-        "workers": [{**machine, "id": "box", "port": ports[1]}],
-        "shard_plan": [{"id": "local", "start": 0, "end": 3}, {"id": "box", "start": 3, "end": 6}],
+        **machines_here(("local", 3), ("box", 6)),
         "model": {"name_or_path": str(llama)},
         "adapter": {"r": 4},
         "data": {"train": str(texts), "max_length": 64},

@@ -24,7 +24,7 @@ from hetero_framework.extras.watch.page_server import PageServer
 from tests.extras.watch.pages import Client
 from tests.extras.watch.test_page_server import Told
 from tests.planting import STRANGER, plant
-from tests.samples import free_ports, plan_of
+from tests.samples import machines_here
 from tests.waiting import WAIT_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_here")
@@ -285,16 +285,9 @@ def test_files_that_are_none_are_not_shown(run, planted) -> None:
 
 
 def raw(tmp_path: Path, name: str, **sections: Any) -> str:
-    ports = free_ports(2)
-    machine = {"hostname": "localhost", "ip": "127.0.0.1"}
     file = tmp_path / f"{name}.json"
-    content = {
-        "coordinator": {**machine, "port": ports[0]},
-        "workers": [{**machine, "id": 1, "port": ports[1]}],
-        "shard_plan": plan_of(("local", 2), (1, 4)),
-        "training": {"output_dir": str(tmp_path / f"runs-{name}")},
-        **sections,
-    }
+    training = {"output_dir": str(tmp_path / f"runs-{name}")}
+    content = {**machines_here(("local", 2), (1, 4)), "training": training, **sections}
     file.write_text(json.dumps(content))
     return str(file)
 
