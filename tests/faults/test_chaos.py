@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.faults import programs
 from tests.faults.soak import configuration
 from tests.samples import free_ports, save_llama, save_texts
 
@@ -20,9 +19,8 @@ def test_chaos_says_that_the_results_are_the_same(tmp_path: Path, figure: Any) -
     save_llama(tmp_path / "llama")
     save_texts(tmp_path / "texts.jsonl", 40)
     file = configuration(tmp_path, "run", 12, free_ports(3))
-    command = [sys.executable, "-m", "tests.faults.chaos", "--config", str(file), "--json"]
-    command += ["--steps", "12", "--kills", "3", "--output-dir", str(tmp_path / "chaos")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    words = ["--config", file, "--json", "--output-dir", tmp_path / "chaos"]
+    done = programs.run("chaos", *words, "--steps", 12, "--kills", 3)
     assert done.returncode == 0, done.stdout + done.stderr
     verdict = json.loads(done.stdout)
     assert verdict["same"]

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.faults import programs
 from tests.faults.checkpoint_sweep import SCENES
 from tests.faults.syscall_sweep import MODES
 from tests.faults.syscalls import unsupported
 
-HERE = Path(__file__).parents[2]
 
-
-def sweep(every: int, program: str = "tests.faults.checkpoint_sweep") -> dict[str, dict[str, Any]]:
-    """Counts by case. In a process of its own, which forks: this one has threads."""
+def sweep(every: int, program: str = "checkpoint_sweep") -> dict[str, dict[str, Any]]:
+    """Counts by case."""
     if problem := unsupported():
         pytest.skip(problem)
-    command = [sys.executable, "-m", program, str(every)]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    done = programs.run(program, every)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
     print(done.stdout, done.stderr, sep="\n")
-    cases = {line.pop("case"): line for line in lines}
-    wrong = {
-        name: set(counts) - {"points", "old", "new", "error"} for name, counts in cases.items()
-    }
+    cases = {line.pop("case"): line for line in map(json.loads, done.stdout.splitlines())}
+    known = {"points", "old", "new", "error"}
+    wrong = {name: counts.keys() - known for name, counts in cases.items()}
     assert not any(wrong.values()), f"{wrong}\n{done.stderr}"
     return cases
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.faults import programs
 from tests.faults.event_sweep import EVENTS, FEW, STATES
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the processes are forked")
 
 
 def swept(at: Path, pairs: list[str]) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.faults.event_sweep", str(at), *pairs]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = programs.run("event_sweep", at, *pairs)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     wrong = [one for one in found if one["differences"] or one["end"] != "finished"]
     ends = "\n".join(f"{one['pair']}: {one['differences']} {one['end']}" for one in wrong)

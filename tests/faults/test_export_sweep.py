@@ -12,7 +12,7 @@ from tests.faults.test_checkpoint_sweep import sweep
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_every_fourth_point_of_the_export_sweep() -> None:
-    cases = sweep(4, "tests.faults.export_sweep")
+    cases = sweep(4, "export_sweep")
     for mode in MODES:
         points = [cases[f"{scene}: {mode}"]["points"] for scene in SCENES]
         assert sum(points) >= 50, (mode, points)

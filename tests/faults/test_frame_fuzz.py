@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.frame_fuzz import SLOW_S
+from tests.faults.programs import told
 
-ROOT = Path(__file__).parents[2]
 MOST_GROWN_BYTES = 10 << 20
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its memory is read with getrusage")
-
-
-def fuzz(count: int, seed: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.faults.frame_fuzz", str(count), str(seed)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def check(measured: dict[str, Any]) -> None:
@@ -36,14 +26,15 @@ def check(measured: dict[str, Any]) -> None:
 
 
 def test_20_000_mutated_frames() -> None:
-    check(fuzz(20_000, seed=1))
+    [measured] = told("frame_fuzz", 20_000, 1)
+    check(measured)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_2_million_mutated_frames(figure) -> None:
     with ThreadPoolExecutor() as pool:
-        parts = list(pool.map(lambda seed: fuzz(1_000_000, seed), (2, 3)))
+        parts = [*pool.map(lambda seed: told("frame_fuzz", 1_000_000, seed)[0], (2, 3))]
     grown = max(part["grown_bytes"] for part in parts) / (1 << 20)
     slowest = max(part["slowest_s"] for part in parts) * 1e3
     frames = sum(part["frames"] for part in parts)

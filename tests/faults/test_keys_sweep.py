@@ -10,7 +10,7 @@ from tests.faults.test_checkpoint_sweep import sweep
 
 @pytest.mark.long
 def test_every_37th_point_of_the_sweep() -> None:
-    cases = sweep(37, "tests.faults.keys_sweep")
+    cases = sweep(37, "keys_sweep")
     assert all(counts["points"] >= 3 for counts in cases.values())
     assert len(cases) == 4 * len(MODES)
 
@@ -18,7 +18,7 @@ def test_every_37th_point_of_the_sweep() -> None:
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
 def test_every_point_of_the_sweep() -> None:
-    for name, counts in sweep(1, "tests.faults.keys_sweep").items():
+    for name, counts in sweep(1, "keys_sweep").items():
         assert counts["points"] >= 80, name
         if "ENOSPC" not in name and "EIO" not in name:
             assert min(counts["old"], counts["new"]) > 3, name

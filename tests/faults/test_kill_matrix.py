@@ -4,7 +4,6 @@ run recovers by itself and ends with the undisturbed result, to the last bit."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ from typing import Any
 import pytest
 
 from hetero_framework.extras.faults.failpoints import POINTS
+from tests.faults import programs
 from tests.faults.kill_matrix import CASES, NEVER, PROCESSES, REPLICATE_STEPS
 
-ROOT = Path(__file__).parents[2]
 MOST_S = 11.0
 """That a process has died is noticed within 1 s; training goes on within 10 s more."""
 
@@ -29,8 +28,7 @@ pytestmark = [
 def test_a_run_whose_processes_are_killed_has_the_undisturbed_result(
     case: str, tmp_path: Path, figure: Any
 ) -> None:
-    command = [sys.executable, "-m", "tests.faults.kill_matrix", case, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = programs.run("kill_matrix", case, tmp_path)
     logs = "\n".join(log.read_text()[-3000:] for log in tmp_path.glob("cut/logs/*.log"))
     assert done.returncode == 0, f"{done.stderr[-3000:]}\n{logs}"
     found = json.loads(done.stdout.splitlines()[-1])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.faults.programs import told
+
 MOST_GROWN_BYTES = 8 << 20
 
 pytestmark = [
@@ -21,15 +19,8 @@ pytestmark = [
 ]
 
 
-def measured(program: str, *arguments: object) -> dict[str, Any]:
-    command = [sys.executable, "-m", f"tests.faults.{program}", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def test_32_workers_equal_one_process(tmp_path: Path, figure) -> None:
-    found = measured("many_workers", 32, 20, tmp_path)
+    *_, found = told("many_workers", 32, 20, tmp_path)
     grown, seconds = found["grown_bytes"] / (1 << 20), found["seconds"]
     equal = "bit-equal" if found["equal"] else "NOT equal"
     reached = f"{found['steps']} steps, {equal}, {seconds:.0f} s, memory +{grown:.1f} MiB"
@@ -42,7 +33,7 @@ def test_32_workers_equal_one_process(tmp_path: Path, figure) -> None:
 @pytest.mark.parametrize("nbytes", [4096, 1 << 18], ids=["4 KiB", "256 KiB"])
 def test_64_light_workers_are_all_answered(nbytes: int, figure) -> None:
     """Its times are those of a machine whose cores are all taken by 128 echoing processes."""
-    found = measured("echo_load", 64, nbytes, 3)
+    *_, found = told("echo_load", 64, nbytes, 3)
     share = found["links_per_s"] / found["bare_per_s"]
     reached = (
         f"p99 {found['p99_s'] * 1e3:.0f} ms, {found['links_per_s']:,.0f} frames/s, "

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.faults.programs import told
 from tests.faults.random_kills import KILLS, KINDS, STEPS, schedule
 
-ROOT = Path(__file__).parents[2]
 SEEDS = range(3)
 
 
@@ -24,11 +22,7 @@ def test_a_run_killed_at_random_moments_leaves_what_the_undisturbed_one_does(
     kind: str, tmp_path: Path, figure: Any
 ) -> None:
     """7 kills of a process or both for each seed: 126 in all, of which some find nobody."""
-    seeds = list(map(str, SEEDS))
-    command = [sys.executable, "-m", "tests.faults.random_kills", kind, str(tmp_path), *seeds]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = told("random_kills", kind, tmp_path, *SEEDS)
     kills = sum(line["kills"] for line in found)
     seconds = sum(line["seconds"] for line in found)
     figure(f"kills at random: {kind}", f"{kills} kills, equal, {seconds:.0f} s", "equal")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.faults import programs
 from tests.faults.soak import KINDS, schedule
 
-ROOT = Path(__file__).parents[2]
 STEPS = 120
 COUNTS = {"kills": 2, "drops": 2, "coordinator_kills": 1, "full_disks": 1}
 
@@ -21,10 +19,10 @@ COUNTS = {"kills": 2, "drops": 2, "coordinator_kills": 1, "full_disks": 1}
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGSTOP")
 def test_a_soak_of_random_faults_ends_with_the_undisturbed_result(figure) -> None:
     """The seed is another one each time; it is printed, and the program takes it."""
-    command = [sys.executable, "-m", "tests.faults.soak", "--steps", str(STEPS)]
+    words: list[object] = ["--steps", STEPS]
     for kind, count in COUNTS.items():
-        command += [f"--{kind.replace('_', '-')}", str(count)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        words += [f"--{kind.replace('_', '-')}", count]
+    done = programs.run("soak", *words)
     assert done.stdout.startswith("seed "), done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
