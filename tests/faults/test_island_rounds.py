@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from benchmarks.islands import Islands
 from benchmarks.machines import Machines
@@ -26,7 +24,9 @@ from tests.faults.test_islands import (
     NUM_TEXTS,
     Deaths,
     Held,
+    Make,
     assert_each_sample_once,
+    assert_same_result,
     cut,
     folder,
     go_on_in_other_plans,
@@ -34,6 +34,7 @@ from tests.faults.test_islands import (
     live_through,
     raw_of,
     server,
+    start,
     torchft,
     work,
 )
@@ -45,21 +46,17 @@ LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8}
 STREAMING = {"sync_steps": 4, "fragments": 2, "delay_steps": 1, "mixing": 0.5}
 
 
-def raws_of(
-    folder: Path,
-    at: Path,
-    port: int,
-    names: str,
-    steps: int,
-    adapter: dict[str, Any] | None = None,
-    **section: Any,
-) -> dict[str, dict[str, Any]]:
-    raws = {name: raw_of(folder, at, name, port, steps, **section) for name in names}
-    for raw in raws.values():
-        raw["training"]["gradient_accumulation_steps"] = 2
-        del raw["adapter"]
-        if adapter is not None:
+@pytest.fixture
+def make(folder: Path, tmp_path: Path, server: Lighthouse) -> Make:
+    """Configurations of islands with one-letter names, by name."""
+
+    def raws(names: str, steps: int, adapter: dict[str, Any] | None, **section: Any) -> Any:
+        made = {n: raw_of(folder, tmp_path, n, server.port, steps, **section) for n in names}
+        for raw in made.values():
+            raw["training"]["gradient_accumulation_steps"] = 2
             raw["adapter"] = adapter
+        return made
+
     return raws
 
 
@@ -85,18 +82,6 @@ def assert_each_once(islands: Islands, steps: int, *names: str) -> None:
     assert_each_sample_once(ids, steps, -(-NUM_TEXTS // 2))
 
 
-def assert_same_result(raws: dict[str, dict[str, Any]]) -> None:
-    first, *others = [_weights(Path(raw["training"]["output_dir"])) for raw in raws.values()]
-    for other in others:
-        assert first.keys() == other.keys()
-        assert all(torch.equal(first[key], other[key]) for key in first)
-
-
-def _weights(output: Path) -> dict[str, torch.Tensor]:
-    files = [*output.glob("adapter/*.safetensors"), *output.glob("model/*.safetensors")]
-    return {key: tensor for file in files for key, tensor in load_file(file).items()}
-
-
 POINTS: Deaths = [
     ("c", "forward@4"),
     ("b", "island-changes"),
@@ -120,10 +105,10 @@ POINTS: Deaths = [
     [pytest.param(LORA, id="lora"), pytest.param(None, id="full", marks=pytest.mark.long)],
 )
 def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
-    folder: Path, tmp_path: Path, server: Lighthouse, adapter: dict[str, Any] | None
+    adapter: dict[str, Any] | None, make: Make
 ) -> None:
     section = STREAMING if adapter is not None else {"sync_steps": 4}
-    raws = raws_of(folder, tmp_path, server.port, "abc", 120, adapter, min_islands=3, **section)
+    raws = make("abc", 120, adapter, min_islands=3, **section)
     with Machines() as started:
         islands = Islands(started, raws)
         happened = live_through(islands, POINTS)
@@ -133,25 +118,21 @@ def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
 
 
 @NAMES
-def test_the_remaining_islands_go_on_while_others_are_away(
-    folder: Path, tmp_path: Path, server: Lighthouse, names: str
-) -> None:
+def test_the_remaining_islands_go_on_while_others_are_away(names: str, make: Make) -> None:
     """All but the last die, at once, in the middle of a round, and come back when rounds were made
     without them."""
     *dying, last = names
-    raws = raws_of(folder, tmp_path, server.port, names, 150, LORA, **STREAMING)
+    raws = make(names, 150, LORA, **STREAMING)
     with Machines() as started:
         islands = Held(started, raws, dict.fromkeys(names, 0.02))
-        for name in names:
-            islands.start(name)
+        start(islands, *names)
         islands.until_step(10, *names)
         for name in dying:
             islands.send(name, signal.SIGKILL)
         for name in dying:
             islands.await_end(name)
         islands.until_step(islands.reached(last) + 10, last)
-        for name in dying:
-            islands.start(name)
+        start(islands, *dying)
         islands.until_done(*names)
     who = ["".join(line["island"]["members"]) for _, line in islands.of[last].steps]
     assert who[0] == who[-1] == names
@@ -160,14 +141,11 @@ def test_the_remaining_islands_go_on_while_others_are_away(
     assert_same_result(raws)
 
 
-def test_islands_join_late_and_leave_in_order_and_return(
-    folder: Path, tmp_path: Path, server: Lighthouse
-) -> None:
-    raws = raws_of(folder, tmp_path, server.port, "abc", 240, LORA, **STREAMING)
+def test_islands_join_late_and_leave_in_order_and_return(make: Make) -> None:
+    raws = make("abc", 240, LORA, **STREAMING)
     with Machines() as started:
         islands = Held(started, raws, dict.fromkeys("abc", 0.01))
-        islands.start("b")
-        islands.start("c")
+        start(islands, "b", "c")
         islands.until_step(10, "b", "c")
         islands.start("a")
         islands.until_step(islands.reached("b") + 1, "a")
@@ -183,16 +161,13 @@ def test_islands_join_late_and_leave_in_order_and_return(
     assert_same_result(raws)
 
 
-def test_a_worker_lost_in_a_round_is_recovered_within_its_island(
-    folder: Path, tmp_path: Path, server: Lighthouse
-) -> None:
-    raws = raws_of(folder, tmp_path, server.port, "ab", 120, LORA, **STREAMING)
+def test_a_worker_lost_in_a_round_is_recovered_within_its_island(make: Make) -> None:
+    raws = make("ab", 120, LORA, **STREAMING)
     half = cut(raws["a"])
     with Machines() as started:
         islands = Held(started, raws, {"b": 0.01})
         worker = started.start(Here(), work, half)
-        for name in "ab":
-            islands.start(name)
+        start(islands, *"ab")
         for step in (3, 21, 45):
             islands.until_step(step, *"ab")
             os.kill(worker.pid, signal.SIGKILL)
@@ -209,10 +184,8 @@ def test_a_worker_lost_in_a_round_is_recovered_within_its_island(
         pytest.param("ab", "abc", id="more", marks=pytest.mark.long),
     ],
 )
-def test_a_run_goes_on_with_other_islands_and_plans(
-    folder: Path, tmp_path: Path, server: Lighthouse, before: str, after: str
-) -> None:
-    raws = raws_of(folder, tmp_path, server.port, "abc", 96, LORA, **STREAMING)
+def test_a_run_goes_on_with_other_islands_and_plans(before: str, after: str, make: Make) -> None:
+    raws = make("abc", 96, LORA, **STREAMING)
     with Machines() as started:
         islands = Held(started, raws, dict.fromkeys("abc", 0.01))
         leave_one_after_the_other(islands, 20, before)
@@ -233,12 +206,10 @@ WARM: Deaths = [
 
 
 @DEATHS
-def test_deaths_around_the_end_of_the_warm_up_lose_nothing(
-    folder: Path, tmp_path: Path, server: Lighthouse
-) -> None:
+def test_deaths_around_the_end_of_the_warm_up_lose_nothing(make: Make) -> None:
     """Steps that sum gradients are of all islands; they count as they are done."""
     section = {**STREAMING, "warmup_steps": 10, "min_islands": 3}
-    raws = raws_of(folder, tmp_path, server.port, "abc", 70, LORA, **section)
+    raws = make("abc", 70, LORA, **section)
     with Machines() as started:
         islands = Islands(started, raws)
         happened = live_through(islands, WARM)

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.islands
 LAYERS = 4
 SAMPLES = 6
 NUM_TEXTS = 4 * SAMPLES - 1  # an epoch's last step is short
+Make = Callable[..., Any]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,16 +99,15 @@ def server() -> Iterator[Lighthouse]:
 class Run:
     """A run of some islands, of which some die."""
 
-    def __init__(self, folder: Path, at: Path, port: int, names: str, steps: int, **more: Any):
-        self.steps, self.at = steps, at
-        raws = {name: raw_of(folder, at, name, port, steps, **more) for name in names}
+    def __init__(self, raws: dict[str, dict[str, Any]], alone: Callable[[int], list[float]]):
         for raw in raws.values():
             raw["training"]["lr_scheduler_type"] = "constant"
-        self.raws = raws
+        self.raws, self._alone = raws, alone
+        [self.steps] = {raw["training"]["max_steps"] for raw in raws.values()}
 
-    def check(self, islands: Islands, losses: list[float], *names: str) -> None:
+    def check(self, islands: Islands, *names: str) -> None:
         """What holds at the end, on these islands."""
-        committed = islands.committed()
+        committed, losses = islands.committed(), self._alone(self.steps)
         assert sorted(committed) == list(range(1, self.steps + 1))
         for step, line in committed.items():
             assert line["loss"] == pytest.approx(losses[step - 1], rel=1e-5), step
@@ -116,10 +116,33 @@ class Run:
             for step, line in committed.items()
         }
         assert_each_sample_once(ids, self.steps, 4)
-        first, *others = [weights(self.at / name) for name in names]
-        for other in others:
-            assert first.keys() == other.keys()
-            assert all(torch.equal(first[key], other[key]) for key in first)
+        assert_same_result({name: self.raws[name] for name in names})
+
+
+@pytest.fixture
+def make(
+    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
+) -> Make:
+    """Runs of islands with one-letter names, beside that lighthouse or another."""
+
+    def run(names: str, steps: int, *, port: int = server.port, **more: Any) -> Run:
+        raws = {name: raw_of(folder, tmp_path, name, port, steps, **more) for name in names}
+        return Run(raws, alone)
+
+    return run
+
+
+def assert_same_result(raws: dict[str, dict[str, Any]]) -> None:
+    first, *others = [_weights(Path(raw["training"]["output_dir"])) for raw in raws.values()]
+    for other in others:
+        assert first.keys() == other.keys()
+        assert all(torch.equal(first[key], other[key]) for key in first)
+
+
+def _weights(output: Path) -> dict[str, torch.Tensor]:
+    files = [*output.glob("adapter/*.safetensors"), *output.glob("model/*.safetensors")]
+    assert files
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
 
 
 def assert_each_sample_once(ids: dict[int, list[int]], steps: int, of_epoch: int) -> None:
@@ -133,13 +156,14 @@ def assert_each_sample_once(ids: dict[int, list[int]], steps: int, of_epoch: int
             assert set(trained) == set(range(NUM_TEXTS)), first
 
 
-def weights(output: Path) -> dict[str, torch.Tensor]:
-    return load_file(output / "adapter" / "adapter_model.safetensors")
-
-
 def members(islands: Islands) -> dict[int, str]:
     """By step, who took part in it."""
     return {k: "".join(line["island"]["members"]) for k, line in islands.committed().items()}
+
+
+def start(islands: Islands, *names: str) -> None:
+    for name in names:
+        islands.start(name)
 
 
 HELD_S = 4.0
@@ -242,16 +266,14 @@ POINTS: Deaths = [
 
 
 @DEATHS
-def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
-    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
-) -> None:
+def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(make: Make) -> None:
     """Three islands, of which none trains without the others, so that each death happens."""
-    run = Run(folder, tmp_path, server.port, "abc", 16, min_islands=3)
+    run = make("abc", 16, min_islands=3)
     with Machines() as started:
         islands = Islands(started, run.raws)
         happened = live_through(islands, POINTS)
     assert len(happened) == len(POINTS)
-    run.check(islands, alone(16), "a", "b", "c")
+    run.check(islands, "a", "b", "c")
     assert set(members(islands).values()) == {"abc"}
 
 
@@ -259,44 +281,33 @@ NAMES = pytest.mark.parametrize("names", [pytest.param("ab", marks=pytest.mark.l
 
 
 @NAMES
-def test_the_remaining_islands_go_on_while_others_are_away(
-    folder: Path,
-    tmp_path: Path,
-    server: Lighthouse,
-    alone: Callable[[int], list[float]],
-    names: str,
-) -> None:
+def test_the_remaining_islands_go_on_while_others_are_away(names: str, make: Make) -> None:
     """All but the last die, one after the other or at once, and come back when steps were made
     without them."""
     *dying, last = names
-    run = Run(folder, tmp_path, server.port, names, 30)
+    run = make(names, 30)
     with Machines() as started:
         islands = Held(started, run.raws, dict.fromkeys(names, 0.02))
-        for name in names:
-            islands.start(name)
+        start(islands, *names)
         islands.until_step(3, *names)
         for name in dying:
             islands.send(name, signal.SIGKILL)
         for name in dying:
             islands.await_end(name)
         islands.until_step(islands.reached(last) + 3, last)
-        for name in dying:
-            islands.start(name)
+        start(islands, *dying)
         islands.until_done(*names)
-    run.check(islands, alone(30), *names)
+    run.check(islands, *names)
     who = members(islands)
     assert who[3] == who[30] == names
     assert last in who.values()
 
 
-def test_islands_join_late_leave_in_order_and_return(
-    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
-) -> None:
-    run = Run(folder, tmp_path, server.port, "abc", 45)
+def test_islands_join_late_leave_in_order_and_return(make: Make) -> None:
+    run = make("abc", 45)
     with Machines() as started:
         islands = Held(started, run.raws, dict.fromkeys("abc", 0.02))
-        islands.start("b")
-        islands.start("c")
+        start(islands, "b", "c")
         islands.until_step(3, "b", "c")
         islands.start("a")
         islands.until_step(islands.reached("b") + 1, "a")
@@ -306,40 +317,34 @@ def test_islands_join_late_leave_in_order_and_return(
         islands.until_step(islands.reached("a") + 2, "a", "c")
         islands.start("b")
         islands.until_done("a", "b", "c")
-    run.check(islands, alone(45), "a", "b", "c")
+    run.check(islands, "a", "b", "c")
     who = members(islands)
     assert {"bc", "abc", "ac"} <= set(who.values())
     assert who[45] == "abc"
 
 
-def test_a_frozen_island_holds_the_others_up_for_a_while_only(
-    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
-) -> None:
-    run = Run(folder, tmp_path, server.port, "abc", 40)
+def test_a_frozen_island_holds_the_others_up_for_a_while_only(make: Make) -> None:
+    run = make("abc", 40)
     for raw in run.raws.values():
         raw["training"]["liveness_timeout_s"] = 3.0
     with Machines() as started:
         islands = Held(started, run.raws, dict.fromkeys("abc", 0.025))
-        for name in "abc":
-            islands.start(name)
+        start(islands, *"abc")
         islands.until_step(3, *"abc")
         islands.send("b", signal.SIGSTOP)
         islands.until_step(islands.reached("a") + 4, "a", "c")
         islands.send("b", signal.SIGCONT)
         islands.until_done("a", "b", "c")
-    run.check(islands, alone(40), "a", "b", "c")
+    run.check(islands, "a", "b", "c")
     assert members(islands)[40] == "abc"
 
 
-def test_an_island_that_returns_after_the_end_trains_nothing(
-    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
-) -> None:
+def test_an_island_that_returns_after_the_end_trains_nothing(make: Make) -> None:
     """Though one island is enough to train."""
-    run = Run(folder, tmp_path, server.port, "ab", 12)
+    run = make("ab", 12)
     with Machines() as started:
         islands = Held(started, run.raws, {"a": 0.01, "b": 0.01})
-        islands.start("a")
-        islands.start("b")
+        start(islands, "a", "b")
         islands.until_step(4, "a", "b")
         islands.kill("b")
         islands.until_done("a")
@@ -349,36 +354,31 @@ def test_an_island_that_returns_after_the_end_trains_nothing(
         assert "have finished their training after step 12, without island b" in last(islands, "b")
         assert "the result is with a" in last(islands, "b")
         assert islands.reached("b") == reached
-    run.check(islands, alone(12), "a")
+    run.check(islands, "a")
 
 
-def test_an_island_that_misses_the_last_decision_gets_the_result(
-    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
-) -> None:
+def test_an_island_that_misses_the_last_decision_gets_the_result(make: Make) -> None:
     """The one that decides tells one and dies; that one is done, and gives its state to the other
     though there are fewer than are wanted."""
-    run = Run(folder, tmp_path, server.port, "abc", 6, min_islands=3)
+    run = make("abc", 6, min_islands=3)
     with Machines() as started:
         islands = Islands(started, run.raws)
         islands.start("a", "coordinator/island-told@6")
-        islands.start("b")
-        islands.start("c")
+        start(islands, "b", "c")
         assert islands.await_end("a") == -signal.SIGKILL
         islands.until_done("b", "c")
         islands.start("a")
         islands.await_end("a")
         assert "without island a" in last(islands, "a")
-    run.check(islands, alone(6), "b", "c")
+    run.check(islands, "b", "c")
 
 
 def last(islands: Islands, name: str) -> str:
     return islands.of[name].said[-1]
 
 
-def test_too_few_islands_save_their_state_and_continue_later(
-    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
-) -> None:
-    run = Run(folder, tmp_path, server.port, "ab", 10, min_islands=2, wait_s=2.0)
+def test_too_few_islands_save_their_state_and_continue_later(make: Make) -> None:
+    run = make("ab", 10, min_islands=2, wait_s=2.0)
     for raw in run.raws.values():
         raw["training"]["save_strategy"] = "steps"
         raw["training"]["save_steps"] = 1000
@@ -390,22 +390,18 @@ def test_too_few_islands_save_their_state_and_continue_later(
         islands.await_end("a")
         assert "of the 2 islands that this run wants there were 1 island" in last(islands, "a")
         assert "continue after step 4" in last(islands, "a")
-        for name in "ab":
-            islands.start(name)
+        start(islands, *"ab")
         islands.until_done("a", "b")
-    run.check(islands, alone(10), "a", "b")
+    run.check(islands, "a", "b")
 
 
-def test_a_second_living_island_of_one_name_is_refused(
-    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
-) -> None:
+def test_a_second_living_island_of_one_name_is_refused(make: Make) -> None:
     """It comes while the two that live wait for a third, and cannot end before it was refused."""
-    run = Run(folder, tmp_path, server.port, "abcd", 6, min_islands=3)
+    run = make("abcd", 6, min_islands=3)
     run.raws["d"]["island"]["name"] = "a"
     with Machines() as started:
         islands = Islands(started, run.raws)
-        islands.start("a")
-        islands.start("b")
+        start(islands, "a", "b")
         islands.start("c", "coordinator/step@4")
         assert islands.await_end("c") == -signal.SIGKILL
         islands.start("d")
@@ -413,7 +409,7 @@ def test_a_second_living_island_of_one_name_is_refused(
         assert "another living island is called a" in last(islands, "d")
         islands.start("c")
         islands.until_done("a", "b", "c")
-    run.check(islands, alone(6), "a", "b", "c")
+    run.check(islands, "a", "b", "c")
 
 
 @pytest.mark.parametrize(
@@ -423,22 +419,15 @@ def test_a_second_living_island_of_one_name_is_refused(
         pytest.param("ab", "abc", id="more"),
     ],
 )
-def test_a_run_goes_on_with_other_islands_and_plans(
-    folder: Path,
-    tmp_path: Path,
-    server: Lighthouse,
-    alone: Callable[[int], list[float]],
-    before: str,
-    after: str,
-) -> None:
+def test_a_run_goes_on_with_other_islands_and_plans(before: str, after: str, make: Make) -> None:
     """Those of `before` train and those of `after` go on. Who is new waits for those that have the
     run's checkpoint, which `min_islands` is for."""
-    run = Run(folder, tmp_path, server.port, "abc", 24)
+    run = make("abc", 24)
     with Machines() as started:
         islands = Held(started, run.raws, dict.fromkeys("abc", 0.01))
         leave_one_after_the_other(islands, 6, before)
         go_on_in_other_plans(started, islands, after)
-    run.check(islands, alone(24), *after)
+    run.check(islands, *after)
     assert members(islands)[24] == after
 
 
@@ -453,8 +442,7 @@ def go_on_in_other_plans(started: Machines, islands: Islands, names: str) -> Non
 
 def leave_one_after_the_other(islands: Islands, step: int, names: str) -> None:
     """They train until `step`; the last to leave is the furthest."""
-    for name in names:
-        islands.start(name)
+    start(islands, *names)
     islands.until_step(step, *names)
     for name in reversed(names):
         islands.send(name, signal.SIGTERM)
@@ -470,17 +458,14 @@ def cut(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-def test_a_lighthouse_that_is_started_again_costs_no_step(
-    folder: Path, tmp_path: Path, alone: Callable[[int], list[float]]
-) -> None:
+def test_a_lighthouse_that_is_started_again_costs_no_step(make: Make) -> None:
     with lighthouse() as second, Machines() as started, ExitStack() as first:
         before = first.enter_context(lighthouse())
         at = ("127.0.0.1", before.port)
         proxy = first.enter_context(FaultProxy(at, follows_frames=False))
-        run = Run(folder, tmp_path, proxy.port, "ab", 40)
+        run = make("ab", 40, port=proxy.port)
         islands = Held(started, run.raws, dict.fromkeys("ab", 0.02))
-        for name in "ab":
-            islands.start(name)
+        start(islands, *"ab")
         islands.until_step(3, *"ab")
         proxy._target = ("127.0.0.1", second.port)
         proxy.reset()
@@ -488,26 +473,23 @@ def test_a_lighthouse_that_is_started_again_costs_no_step(
         islands.kill("b")
         islands.start("b")
         islands.until_done("a", "b")
-    run.check(islands, alone(40), "a", "b")
+    run.check(islands, "a", "b")
     assert members(islands)[40] == "ab"
 
 
-def test_a_lost_worker_is_recovered_within_its_island(
-    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
-) -> None:
-    run = Run(folder, tmp_path, server.port, "ab", 40)
+def test_a_lost_worker_is_recovered_within_its_island(make: Make) -> None:
+    run = make("ab", 40)
     half = cut(run.raws["a"])
     with Machines() as started:
         islands = Held(started, run.raws, {"b": 0.01})
         worker = started.start(Here(), work, half)
-        for name in "ab":
-            islands.start(name)
+        start(islands, *"ab")
         for step in (1, 6, 12):
             islands.until_step(step, *"ab")
             os.kill(worker.pid, signal.SIGKILL)
             worker = started.start(Here(), work, half)
         islands.until_done("a", "b")
-    run.check(islands, alone(40), "a", "b")
+    run.check(islands, "a", "b")
 
 
 def work(connection: Any, raw: dict[str, Any]) -> None:

@@ -42,15 +42,10 @@ def config_of(*plan: tuple[int | str, int, int], **machine: Any) -> Config:
     ]
     if machine:
         workers[0].update(machine)
-    return Config.from_dict(
-        {
-            "version": "1",
-            "coordinator": {"hostname": "desk", "ip": "10.0.0.100", "device": "cuda:0"},
-            "workers": workers,
-            "shard_plan": [{"id": owner, "start": s, "end": e} for owner, s, e in plan],
-        },
-        ROOT,
-    )
+    coordinator = {"hostname": "desk", "ip": "10.0.0.100", "device": "cuda:0"}
+    entries = [{"id": owner, "start": start, "end": end} for owner, start, end in plan]
+    machines = {"version": "1", "coordinator": coordinator, "workers": workers}
+    return Config.from_dict({**machines, "shard_plan": entries}, ROOT)
 
 
 ALONE = config_of(("local", 0, 4))
@@ -67,19 +62,8 @@ LONG = config_of(
     hostname="a-very-long-hostname." * 8 + "x" * 60,
 )
 NASTY_NAMES = [
-    'quo"te',
-    "`tick`",
-    "[x](y){z}|<b>&amp;</b>",
-    "end",
-    "a;b#35;c",
-    "%% comment %%{init: {}}%%",
-    "-->|x|",
-    "\\n\\l\\\\",
-    "机器-µ-ß",
-    "1. item",
-    "subgraph",
-    "   ",
-    "😀",
+    *('quo"te', "`tick`", "[x](y){z}|<b>&amp;</b>", "end", "a;b#35;c", "-->|x|", "\\n\\l\\\\"),
+    *("%% comment %%{init: {}}%%", "机器-µ-ß", "1. item", "subgraph", "   ", "😀"),
 ]
 NASTY = [config_of(("local", 0, 4), (1, 4, 8), hostname=name) for name in NASTY_NAMES]
 CONFIGS = {
@@ -170,15 +154,9 @@ def svg_texts(svg: str | bytes) -> set[str]:
 
 def test_details_are_shown() -> None:
     assert {
-        'org/mo"del',
-        "24 layers, 7 stages, 3 processes",
-        "NVIDIA H200 (cuda:0)",
-        "AMD Radeon (auto)",
-        "1.09 B parameters, 3.00 GiB",
-        "5.00 MiB",
-        "embedding + layers 0-3",
-        "layers 22-23 + head",
-        "10.0.0.1:9999",
+        *('org/mo"del', "24 layers, 7 stages, 3 processes", "NVIDIA H200 (cuda:0)"),
+        *("AMD Radeon (auto)", "1.09 B parameters, 3.00 GiB", "5.00 MiB", "10.0.0.1:9999"),
+        *("embedding + layers 0-3", "layers 22-23 + head"),
     } <= texts(Diagram.of(INTERLEAVED, DETAILS))
 
 
@@ -207,17 +185,10 @@ def test_graphviz_shows_every_text_and_warns_of_nothing(
 
 # Mermaid's grammar as far as it is used here; a quoted text holds nothing that its lexer reads.
 _TEXT = r'"(?:[\w .,:/+\-()\[\]]|#\d+;|<br/>)*"'
-_LINES = re.compile(
-    "|".join(
-        [
-            "flowchart LR",
-            rf"  subgraph m\d+\[{_TEXT}\]",
-            rf"    s\d+\[{_TEXT}\]",
-            "  end",
-            rf"  s\d+ -\.?->(?:\|{_TEXT}\|)? s\d+",
-            r"  style m\d+ fill:#[0-9a-f]{6},stroke:#[0-9a-f]{6}",
-        ]
-    )
+_LINES = (
+    *("flowchart LR", rf"  subgraph m\d+\[{_TEXT}\]", rf"    s\d+\[{_TEXT}\]", "  end"),
+    rf"  s\d+ -\.?->(?:\|{_TEXT}\|)? s\d+",
+    r"  style m\d+ fill:#[0-9a-f]{6},stroke:#[0-9a-f]{6}",
 )
 
 
@@ -229,7 +200,7 @@ def test_mermaid_is_within_the_grammar(config: Config, details: DiagramDetails |
     assert text.endswith("\n")
     assert lines[0] == "flowchart LR"
     for line in lines:
-        assert _LINES.fullmatch(line), line
+        assert re.fullmatch("|".join(_LINES), line), line
     assert sum(line.startswith("  subgraph ") for line in lines) == lines.count("  end")
     ids = re.findall(r"^ +(?:subgraph )?(\w+)\[", text, re.MULTILINE)
     assert len(set(ids)) == len(ids)
@@ -358,10 +329,8 @@ def test_a_matplotlib_diagram_shows_every_text_in_its_box(config: Config, font: 
         assert x < next_x or end < begin
     shown_texts = {text for text, _ in shown}
     for how in set(diagram.boundaries) - {"inside"}:
-        assert (
-            f"{STYLES.get(how, 'solid').capitalize()} arrows: {' '.join(WORDS[how])}."
-            in shown_texts
-        )
+        style = STYLES.get(how, "solid").capitalize()
+        assert f"{style} arrows: {' '.join(WORDS[how])}." in shown_texts
 
 
 def test_no_address_is_shown_twice() -> None:

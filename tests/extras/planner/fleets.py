@@ -15,30 +15,18 @@ GB = 1e9
 def device(name: int | str, **changes: Any) -> dict[str, Any]:
     """A device that takes 1 and 2 ms for a layer of 1 GB, and keeps 0.1 GB of a micro-batch."""
     return {
-        "id": name,
-        "memory_bytes": 1000 * GB,
-        "layer_forward_s": 0.001,
-        "layer_backward_s": 0.002,
-        "layer_recompute_s": 0.001,
-        "layer_bytes": GB,
-        "activation_bytes_per_layer": 0.1 * GB,
-        "activation_bytes_recomputed": 0.01 * GB,
+        **{"id": name, "memory_bytes": 1000 * GB, "layer_bytes": GB},
+        **{"layer_forward_s": 0.001, "layer_backward_s": 0.002, "layer_recompute_s": 0.001},
+        **{"activation_bytes_per_layer": 0.1 * GB, "activation_bytes_recomputed": 0.01 * GB},
         **changes,
     }
 
 
 def card(name: int | str, **changes: Any) -> dict[str, Any]:
     """A device with 100 GB of its machine's memory, from which a layer of 1 GB comes in 0.5 ms."""
-    return device(
-        name,
-        **{
-            "layer_frozen_bytes": GB,
-            "host_bytes": 100 * GB,
-            "host_to_device_bytes_per_s": 2000 * GB,
-            "machine": f"pc-{name}",
-            **changes,
-        },
-    )
+    memory = {"host_bytes": 100 * GB, "host_to_device_bytes_per_s": 2000 * GB}
+    own = {**memory, "layer_frozen_bytes": GB, "machine": f"pc-{name}"}
+    return device(name, **{**own, **changes})
 
 
 def raw_fleet(
@@ -58,16 +46,9 @@ def raw_fleet(
         for b in ids
         if a != b and (direct or "local" in (a, b))
     ]
-    return {
-        "version": 1,
-        "layers": layers,
-        "micro_batches": micro_batches,
-        "activation_bytes": 1e5,
-        "gradient_bytes": 1e5,
-        "devices": devices,
-        "links": links,
-        **changes,
-    }
+    sizes = {"layers": layers, "micro_batches": micro_batches}
+    sizes |= {"activation_bytes": 1e5, "gradient_bytes": 1e5}
+    return {"version": 1, **sizes, "devices": devices, "links": links, **changes}
 
 
 def fleet_of(*devices: dict[str, Any], **settings: Any) -> FleetProfile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from hetero_framework.cli import main
 from hetero_framework.extras.planner import estimate, load_profile
-from tests.samples import save_texts, save_tokenizer
+from tests.samples import plan_of, save_texts, save_tokenizer
 
 FIELDS = {
     **{"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 512, "vocab_size": 32000},
@@ -44,16 +45,35 @@ def configured(folder: Path, **sections: Any) -> None:
     Path("hetero_config.json").write_text(json.dumps(raw))
 
 
-def estimated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main(["plan", "--dry-run", *words, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+Estimated, Printed = Callable[..., dict[str, Any]], Callable[..., str]
+
+
+@pytest.fixture
+def estimated(model: Path, capsys: pytest.CaptureFixture[str]) -> Estimated:
+    """What `hetero plan --dry-run` estimates with these options."""
+
+    def found(*words: str) -> dict[str, Any]:
+        assert main(["plan", "--dry-run", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
     return found
 
 
-@pytest.mark.usefixtures("model")
-def test_a_model_and_names_of_devices_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def printed(model: Path, capsys: pytest.CaptureFixture[str]) -> Printed:
+    """What it prints, or with another code its error."""
+
+    def found(*words: str, code: int = 0) -> str:
+        assert main(["plan", "--dry-run", *words]) == code
+        captured = capsys.readouterr()
+        return captured.err if code else captured.out
+
+    return found
+
+
+def test_a_model_and_names_of_devices_are_enough(estimated: Estimated) -> None:
     words = ["--model", "./model", "--device", "local=RTX 4090", "--device", "2=RTX 3060"]
-    found = estimated(capsys, *words, "--bandwidth", "10Gbit/s", "--save-profile", "fleet.json")
+    found = estimated(*words, "--bandwidth", "10Gbit/s", "--save-profile", "fleet.json")
     assert found["estimate"]["factor"] == 2.0
     assert [device["id"] for device in found["estimate"]["devices"]] == ["local", 2]
     assert 0 < found["estimate"]["memory_margin"]["2"] < 12 * 2**30
@@ -67,34 +87,29 @@ def test_a_model_and_names_of_devices_are_enough(capsys: pytest.CaptureFixture[s
     assert sorted(path.name for path in Path().iterdir()) == ["fleet.json", "model"]
 
 
-def test_the_configuration_lists_the_devices(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_configuration_lists_the_devices(model: Path, estimated: Estimated) -> None:
     configured(model)
     named = ["--device", "local=RTX 3090", "--device", "1=RTX 3090", "--device", "box=RTX 3090"]
-    found = estimated(capsys, *named, "--bandwidth", "box=1Mbit/s")
+    found = estimated(*named, "--bandwidth", "box=1Mbit/s")
     assert found["unused"] == ["box"] or len(found["shard_plan"]) == 1
     speeds = {d["id"]: d["network_bytes_per_s"] for d in found["estimate"]["devices"]}
     assert speeds == {"local": 125e6, 1: 125e6, "box": 125e3}
     for words in (named[:4], named):
-        found = estimated(capsys, *words, "--exclude", "box")
+        found = estimated(*words, "--exclude", "box")
         assert [device["id"] for device in found["estimate"]["devices"]] == ["local", 1]
 
 
-def test_a_dry_run_is_labelled_as_an_estimate(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "--dry-run", "--model", str(model), "--device", "local=RTX 4090"]) == 0
-    said = capsys.readouterr().out
+def test_a_dry_run_is_labelled_as_an_estimate(printed: Printed) -> None:
+    said = printed("--model", "./model", "--device", "local=RTX 4090")
     assert said.startswith("An ESTIMATE from config.json and makers' figures")
     assert "coordinator: RTX 4090 (24.0 GiB, 165 TFLOPS (16-bit), 1008 GB/s)" in said
     assert "assumed: gpu: 45% of the arithmetic" in said
 
 
-def test_an_estimated_plan_can_be_written(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_estimated_plan_can_be_written(model: Path, estimated: Estimated) -> None:
     configured(model)
     named = ["--device", "local=RTX 3090", "--device", "1=RTX 3090", "--exclude", "box"]
-    found = estimated(capsys, *named, "--pin", "1=6:8", "--write")
+    found = estimated(*named, "--pin", "1=6:8", "--write")
     written = json.loads(Path("hetero_config.json").read_text())["shard_plan"]
     assert [(e["id"], e["start"], e["end"]) for e in written] == [
         (e["id"], e["start"], e["end"]) for e in found["shard_plan"]
@@ -117,14 +132,13 @@ def test_an_estimated_plan_can_be_written(model: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_wrong_options_end_with_2_and_leave_nothing(
-    model: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, model: Path, printed: Printed
 ) -> None:
     configured(model)
     known = ["--device", "1=RTX 3090", "--device", "box=RTX 3090", "--device", "local=RTX 3090"]
     if words and words[0] != "--device":
         words = [*known, *words]
-    assert main(["plan", "--dry-run", *words, "--save-profile", "fleet.json", "--write"]) == 2
-    assert said in capsys.readouterr().err
+    assert said in printed(*words, "--save-profile", "fleet.json", "--write", code=2)
     assert not Path("fleet.json").exists()
 
 
@@ -138,13 +152,12 @@ def test_wrong_options_end_with_2_and_leave_nothing(
     ],
 )
 def test_a_model_that_cannot_be_read_ends_with_2(
-    model: Path, content: str | None, said: str, capsys: pytest.CaptureFixture[str]
+    content: str | None, said: str, model: Path, printed: Printed
 ) -> None:
     (model / "config.json").unlink()
     if content is not None:
         (model / "config.json").write_text(content)
-    assert main(["plan", "--dry-run", "--model", str(model), "--device", "local=RTX 3090"]) == 2
-    assert said in capsys.readouterr().err
+    assert said in printed("--model", "./model", "--device", "local=RTX 3090", code=2)
 
 
 @pytest.mark.parametrize("option", ["--model", "--device", "--bandwidth"])
@@ -153,23 +166,18 @@ def test_options_of_a_dry_run_need_dry_run(option: str, capsys: pytest.CaptureFi
     assert f"{option} goes with --dry-run" in capsys.readouterr().err
 
 
-def test_length_of_the_samples_can_be_set_without_naming_data(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["plan", "--dry-run", "--model", str(model), "--device", "local=RTX 4090", "--json"]
-    steps = []
-    for length in (256, 2048):
-        assert main([*words, "--set", f"data.max_length={length}"]) == 0
-        steps.append(json.loads(capsys.readouterr().out)["predicted_step_s"])
-    assert steps[1] > steps[0]
+def test_length_of_the_samples_can_be_set_without_naming_data(estimated: Estimated) -> None:
+    words = ["--model", "./model", "--device", "local=RTX 4090", "--set"]
+    short, long = (estimated(*words, f"data.max_length={length}") for length in (256, 2048))
+    assert long["predicted_step_s"] > short["predicted_step_s"]
 
 
 def test_the_job_is_reported_with_tokens_per_second_and_hours(
-    model: Path, capsys: pytest.CaptureFixture[str]
+    estimated: Estimated, printed: Printed
 ) -> None:
-    words = ["--model", str(model), "--device", "local=RTX 4090", "--device", "1=RTX 3060"]
+    words = ["--model", "./model", "--device", "local=RTX 4090", "--device", "1=RTX 3060"]
     words += ["--adapter", "qlora", "--max-length", "512", "--batch-size", "4"]
-    found = estimated(capsys, *words)
+    found = estimated(*words)
     job, pace = found["estimate"]["job"], found["estimate"]["pace"]
     assert job == {
         "adapter": {"r": 16, "modules": "all-linear"},
@@ -179,41 +187,36 @@ def test_the_job_is_reported_with_tokens_per_second_and_hours(
     per_s = 4 * 512 * 8 / found["predicted_step_s"]
     assert pace["tokens_per_s"] == pytest.approx(per_s)
     assert pace["hours"] == pytest.approx(1e6 / per_s / 3600)
-    assert main(["plan", "--dry-run", *words]) == 0
-    said = capsys.readouterr().out
+    said = printed(*words)
     assert "job: LoRA of rank 16 on all-linear, over nf4" in said
     assert "4 samples of 512 tokens in a micro-batch, 8 micro-batches in a step" in said
     assert f"{per_s:,.0f} tokens/s" in said
     assert "a million tokens takes" in said
-    whole = estimated(capsys, *words[:6], "--adapter", "none")
+    whole = estimated(*words[:6], "--adapter", "none")
     assert whole["estimate"]["job"]["adapter"] is None
     assert whole["estimate"]["job"]["weights"]["1"] == "bfloat16"
 
 
-def test_an_epoch_of_data_that_are_here_is_counted(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_epoch_of_data_that_are_here_is_counted(model: Path, estimated: Estimated) -> None:
     tokenizer = save_tokenizer(model)
     texts = save_texts(model.parent / "texts.jsonl", 8)
-    configured(model, data={"train": str(texts), "max_length": 16}, workers=[])
-    configured_plan = json.loads(Path("hetero_config.json").read_text())
-    configured_plan["shard_plan"] = [{"id": "local", "start": 0, "end": 8}]
-    Path("hetero_config.json").write_text(json.dumps(configured_plan))
+    alone = {"workers": [], "shard_plan": plan_of(("local", 8))}
+    configured(model, data={"train": str(texts), "max_length": 16}, **alone)
     rows = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
     lengths = [len(tokenizer(row + tokenizer.eos_token)["input_ids"]) for row in rows]
     tokens = sum(min(16, length) for length in lengths)
-    found = estimated(capsys, "--device", "local=cpu")
+    found = estimated("--device", "local=cpu")
     assert found["estimate"]["job"]["epoch_tokens"] == tokens
     assert found["estimate"]["pace"]["tokens"] == tokens
 
 
 def test_a_mac_beside_cards_holds_no_4_bits_where_bitsandbytes_has_none_for_it(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, estimated: Estimated, printed: Printed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(estimate, "without_four_bit", {"mps": "no backend"}.get)
     devices = ["--device", "local=RTX 4090", "--device", "1=Apple M2 Max 64GB"]
     words = ["--adapter", "qlora", "--save-profile", "fleet.json"]
-    found = estimated(capsys, "--model", str(model), *devices, *words)
+    found = estimated("--model", "./model", *devices, *words)
     assert found["estimate"]["job"]["weights"] == {"local": "nf4", "1": "bfloat16"}
     card, mac = load_profile("fleet.json").devices
     matrices = 4 * 512 * 512 + 3 * 512 * 1536
@@ -221,31 +224,25 @@ def test_a_mac_beside_cards_holds_no_4_bits_where_bitsandbytes_has_none_for_it(
         2 * matrices - matrices * (0.5 + 1 / 64), rel=0.02
     )
     configured(model, model={"name_or_path": str(model), "quantization": "nf4"})
-    words = ["plan", "--dry-run", *devices, "--exclude", "box"]
-    assert main(words) == 2
-    said = capsys.readouterr().err
+    words = [*devices, "--exclude", "box"]
+    said = printed(*words, code=2)
     assert "worker 1 cannot hold quantised weights" in said
     assert 'set "quantization": "none"' in said
     workers = [{"id": 1, "ip": "worker.invalid", "quantization": "none"}, {"id": "box", "ip": "b"}]
     configured(model, model={"name_or_path": str(model), "quantization": "nf4"}, workers=workers)
-    assert main([*words, "--write"]) == 0
+    printed(*words, "--write")
     written = json.loads(Path("hetero_config.json").read_text())
     assert written["workers"][0]["quantization"] == "none"
 
 
-def test_a_plan_for_another_job_is_not_written(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_for_another_job_is_not_written(model: Path, printed: Printed) -> None:
     configured(model)
-    assert main(["plan", "--dry-run", "--batch-size", "2", "--write"]) == 2
-    assert "a plan for another job" in capsys.readouterr().err
+    assert "a plan for another job" in printed("--batch-size", "2", "--write", code=2)
 
 
-def test_memory_of_the_machines_counts_and_is_said(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--model", str(model), "--device", "local=RTX 4090 +64GB", "--device", "2=RTX 3060"]
-    found = estimated(capsys, *words, "--adapter", "lora", "--save-profile", "fleet.json")
+def test_memory_of_the_machines_counts_and_is_said(estimated: Estimated) -> None:
+    words = ["--model", "./model", "--device", "local=RTX 4090 +64GB", "--device", "2=RTX 3060"]
+    found = estimated(*words, "--adapter", "lora", "--save-profile", "fleet.json")
     (said,) = [line for line in found["estimate"]["assumed"] if "beside their cards" in line]
     assert "coordinator 64.0 GiB, worker 2 32.0 GiB (assumed)" in said
     assert "copies at 25 GB/s, computing 5% slower meanwhile" in said
@@ -256,22 +253,19 @@ def test_memory_of_the_machines_counts_and_is_said(
     weights = 2 * (4 * 512 * 512 + 3 * 512 * 1536 + 2 * 512)
     assert local.layer_frozen_bytes[0] == pytest.approx(weights, abs=1000)  # and buffers
     assert local.layer_bytes[0] > local.layer_frozen_bytes[0] + 10000
-    macs = ["--model", str(model), "--device", "local=Apple M2 Max 64GB", "--overwrite"]
-    found = estimated(capsys, *macs, "--save-profile", "fleet.json")
+    macs = ["--model", "./model", "--device", "local=Apple M2 Max 64GB", "--overwrite"]
+    found = estimated(*macs, "--save-profile", "fleet.json")
     assert not any("beside their cards" in line for line in found["estimate"]["assumed"])
     (one,) = load_profile("fleet.json").devices
     assert (one.host_bytes, one.host_to_device_bytes_per_s) == (0, 0)
 
 
-def test_a_model_larger_than_the_card_is_streamed(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_larger_than_the_card_is_streamed(model: Path, printed: Printed) -> None:
     wide = {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
     (model / "config.json").write_text(json.dumps({**FIELDS, **wide, **heads}))
-    words = ["plan", "--dry-run", "--model", str(model), "--device", "local=RTX 4090 +64GB"]
-    assert main([*words, "--device", "1=RTX 3090 +64GB", "--adapter", "qlora"]) == 0
-    said = capsys.readouterr().out
+    words = ["--model", "./model", "--device", "local=RTX 4090 +64GB"]
+    said = printed(*words, "--device", "1=RTX 3090 +64GB", "--adapter", "qlora")
     assert "Layers in host memory:\n  coordinator: " in said
     assert "longer than with all of them on the device" in said
     assert "and computing bounds it" in said
@@ -280,35 +274,27 @@ def test_a_model_larger_than_the_card_is_streamed(
     assert " tokens/s (" in said.partition("coordinator alone: ")[2]
 
 
-def test_many_machines_are_not_searched_without_each(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["plan", "--dry-run", "--model", str(model), "--device", "local=RTX 4090"]
+def test_many_machines_are_not_searched_without_each(printed: Printed) -> None:
+    words = ["--model", "./model", "--device", "local=RTX 4090"]
     for k in range(1, 9):
         words += ["--device", f"{k}=RTX 3060"]
-    assert main(words) == 0
-    assert "A step of fewer machines:\n  not searched for more than 8 machines" in (
-        capsys.readouterr().out
-    )
+    assert "A step of fewer machines:\n  not searched for more than 8 machines" in printed(*words)
 
 
 README = Path(__file__).parents[3] / "README.md"
 
 
-def test_the_readme_has_the_figures_of_its_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_readme_has_the_figures_of_its_commands(estimated: Estimated) -> None:
     text = README.read_text(encoding="utf-8")
     commands = re.findall(r"^hetero (plan --dry-run --model .*)$", text, re.MULTILINE)
-    monkeypatch.chdir(tmp_path)
     sizes = {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 27648}
     heads = {"num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064}
     fields = {**FIELDS, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-    folder = tmp_path / "Qwen" / "Qwen2.5-32B"
+    folder = Path("Qwen", "Qwen2.5-32B")
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**fields, **sizes, **heads}))
     pile, alone = map(shlex.split, commands)
-    together, single = estimated(capsys, *pile[2:]), estimated(capsys, *alone[2:])
+    together, single = estimated(*pile[2:]), estimated(*alone[2:])
     rate = f"{together['estimate']['pace']['tokens_per_s']:.0f}"
     first, second, here = (
         f"{together['tokens'] / one['step_s']:.0f}" for one in together["compared"]
@@ -324,22 +310,18 @@ def test_the_readme_has_the_figures_of_its_commands(
     recipe = json.loads(text.partition("```json\n")[2].partition("```")[0])
     again = together["gradient_checkpointing"]
     assert recipe["shard_plan"] == [
-        {
-            **{name: entry[name] for name in entry if name != "links"},
-            **({"gradient_checkpointing": True} if again[str(k)] else {}),
-        }
+        {name: entry[name] for name in entry if name != "links"}
+        | ({"gradient_checkpointing": True} if again[str(k)] else {})
         for k, entry in enumerate(together["shard_plan"])
     ]
 
 
-def test_states_are_in_host_memory_only_where_it_is_another(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_states_are_in_host_memory_only_where_it_is_another(estimated: Estimated) -> None:
     devices = ["--device", "local=RTX 3090", "--device", "1=Apple M2 Max 64GB"]
-    words = ["--model", str(model), *devices, "--adapter", "none", "--save-profile", "fleet.json"]
-    estimated(capsys, *words, "--overwrite")
+    words = ["--model", "./model", *devices, "--adapter", "none", "--save-profile", "fleet.json"]
+    estimated(*words, "--overwrite")
     card, mac = load_profile("fleet.json").devices
-    estimated(capsys, *words, "--overwrite", "--set", "training.offload_optimizer=true")
+    estimated(*words, "--overwrite", "--set", "training.offload_optimizer=true")
     with_host, same = load_profile("fleet.json").devices
     assert (same.layer_bytes, same.layer_host_bytes) == (mac.layer_bytes, (0,) * 8)
     there = zip(with_host.layer_bytes, with_host.layer_host_bytes, strict=True)
@@ -349,12 +331,12 @@ def test_states_are_in_host_memory_only_where_it_is_another(
 
 
 def test_stored_inputs_and_files_count_only_where_host_memory_is_another(
-    model: Path, capsys: pytest.CaptureFixture[str]
+    estimated: Estimated,
 ) -> None:
     devices = ["--device", "local=RTX 3090", "--device", "1=Apple M2 Max 64GB"]
-    words = ["--model", str(model), *devices, "--adapter", "lora", "--save-profile", "fleet.json"]
+    words = ["--model", "./model", *devices, "--adapter", "lora", "--save-profile", "fleet.json"]
     changes = ["training.activation_offloading=true", 'shard_plan[0].offload_from="file"']
-    estimated(capsys, *words, *(word for one in changes for word in ("--set", one)))
+    estimated(*words, *(word for one in changes for word in ("--set", one)))
     card, mac = load_profile("fleet.json").devices
     assert (card.layer_input_bytes, mac.layer_input_bytes) == ((2 * 1024 * 512,) * 8, (0,) * 8)
     assert (card.offload_from, card.host_to_device_bytes_per_s) == ("file", 3e9)

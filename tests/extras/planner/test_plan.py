@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +15,49 @@ from hetero_framework.extras.planner import result
 from hetero_framework.extras.planner.plan_report import held_text, write_plan
 from tests.extras.planner.fleets import GB, device, raw_fleet
 
+Planned = Callable[..., dict[str, Any]]
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> str:
-    file = tmp_path / "fleet.json"
+
+@pytest.fixture(autouse=True)
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory, which has fleet.json."""
+    monkeypatch.chdir(tmp_path)
     small = device(1, memory_bytes=5 * GB)
     raw = raw_fleet([device("local"), small, device("box")], speed=1e8)
-    file.write_text(json.dumps(raw), encoding="utf-8")
-    return str(file)
+    Path("fleet.json").write_text(json.dumps(raw), encoding="utf-8")
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main(["plan", *words, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+@pytest.fixture
+def planned(capsys: pytest.CaptureFixture[str]) -> Planned:
+    """What `hetero plan` says of fleet.json."""
+
+    def found(*words: str) -> dict[str, Any]:
+        assert main(["plan", "--profile", "fleet.json", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
     return found
 
 
-def test_plan_prints_json_that_evaluate_reads(
-    fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = planned(capsys, "--profile", fleet)
-    file = tmp_path / "plan.json"
-    file.write_text(json.dumps(found), encoding="utf-8")
-    again = planned(capsys, "--profile", fleet, "--evaluate", str(file))
+def test_plan_prints_json_that_evaluate_reads(planned: Planned) -> None:
+    found = planned()
+    Path("plan.json").write_text(json.dumps(found), encoding="utf-8")
+    again = planned("--evaluate", "plan.json")
     for name in ("shard_plan", "predicted_step_s", "max_in_flight", "devices"):
         assert again[name] == found[name]
 
 
-def test_evaluate_reads_a_configuration(
-    fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_reads_a_configuration(planned: Planned) -> None:
     entries = [{"id": "local", "start": 0, "end": 4}, {"id": "box", "start": 4, "end": 8}]
     training = {"gradient_checkpointing": True, "max_in_flight": 3}
-    file = tmp_path / "hetero_config.json"
-    file.write_text(json.dumps({"shard_plan": entries, "training": training}), encoding="utf-8")
-    found = planned(capsys, "--profile", fleet, "--evaluate", str(file))
+    raw = {"shard_plan": entries, "training": training}
+    Path("hetero_config.json").write_text(json.dumps(raw), encoding="utf-8")
+    found = planned("--evaluate", "hetero_config.json")
     assert found["max_in_flight"] == 3
     assert found["gradient_checkpointing"] == {"0": True, "1": True}
 
 
-def test_plan_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "fleet.json"
-    file.write_text(json.dumps(raw_fleet([device("local"), device(1)], layers=3)), encoding="utf-8")
-    assert main(["plan", "--profile", str(file)]) == 0
+def test_plan_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--profile", "fleet.json"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("process")
     assert "coordinator" in said
@@ -64,15 +65,13 @@ def test_plan_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "micro-batches under way" in said
 
 
-def test_options_of_plan_are_read(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_plan_are_read(planned: Planned) -> None:
     found = planned(
-        capsys, "--profile", fleet, "--pin", "1=6:8", "--exclude", "box",
-        "--margin", "1=2.5GiB", "--margin", "local=1GB", "--allow", "codec,micro-batch",
-    )  # fmt: skip
-    assert [(e["id"], e["start"], e["end"]) for e in found["shard_plan"]] == [
-        ("local", 0, 6),
-        (1, 6, 8),
-    ]
+        *("--pin", "1=6:8", "--exclude", "box", "--margin", "1=2.5GiB", "--margin", "local=1GB"),
+        *("--allow", "codec,micro-batch"),
+    )
+    cut = [(e["id"], e["start"], e["end"]) for e in found["shard_plan"]]
+    assert cut == [("local", 0, 6), (1, 6, 8)]
 
 
 @pytest.mark.parametrize(
@@ -92,9 +91,9 @@ def test_options_of_plan_are_read(fleet: str, capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_wrong_options_end_with_2(
-    fleet: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", "--profile", fleet, *words]) == 2
+    assert main(["plan", "--profile", "fleet.json", *words]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -108,15 +107,10 @@ def test_wrong_options_end_with_2(
     ],
 )
 def test_a_wrong_plan_file_ends_with_2(
-    fleet: str,
-    tmp_path: Path,
-    content: dict[str, Any],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
+    content: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "plan.json"
-    file.write_text(json.dumps(content), encoding="utf-8")
-    assert main(["plan", "--profile", fleet, "--evaluate", str(file)]) == 2
+    Path("plan.json").write_text(json.dumps(content), encoding="utf-8")
+    assert main(["plan", "--profile", "fleet.json", "--evaluate", "plan.json"]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -170,38 +164,32 @@ def test_plan_that_the_configuration_does_not_fit_changes_nothing(tmp_path: Path
     assert json.loads((tmp_path / "hetero_config.json").read_text()) == SETTINGS
 
 
-def test_a_written_plan_keeps_what_was_predicted_for_the_run(
-    fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "hetero_config.json"
+def test_a_written_plan_keeps_what_was_predicted_for_the_run(planned: Planned) -> None:
+    file = Path("hetero_config.json")
     settings = {**SETTINGS, "model": {"name_or_path": "model"}}
     file.write_text(json.dumps(settings), encoding="utf-8")
     assert result.planned(load_config(file)) is None
-    found = planned(capsys, "--profile", fleet, "--write", "--config", str(file))
-    kept = result.planned(load_config(file))
-    assert kept.step_s == found["predicted_step_s"]
+    found = planned("--write", "--config", str(file))
+    assert result.planned(load_config(file)).step_s == found["predicted_step_s"]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "needs one of --measure, --dry-run and --profile"),
-        (("--measure", "--profile", "f.json"), "needs one of --measure, --dry-run and --profile"),
-        (
-            ("--profile", "f.json", "--save-profile", "g.json"),
-            "keeps what --measure or --dry-run finds",
-        ),
-        (("--dry-run", "--save-profile", os.devnull), "is not a file that can be written"),
-        (("--measure", "--save-profile", "."), ". is not a file"),
-        (("--profile", "f.json", "--evaluate", "p.json", "--write"), "without --evaluate"),
-        (("--profile", "f.json", "--write", "--config", "c.yaml"), "the comments of YAML would be"),
-        (("--profile", "f.json", "--anew"), "--anew goes with --measure"),
+        ("", "needs one of --measure, --dry-run and --profile"),
+        ("--measure --profile f.json", "needs one of --measure, --dry-run and --profile"),
+        ("--profile f.json --save-profile g.json", "keeps what --measure or --dry-run finds"),
+        (f"--dry-run --save-profile {os.devnull}", "is not a file that can be written"),
+        ("--measure --save-profile .", ". is not a file"),
+        ("--profile f.json --evaluate p.json --write", "without --evaluate"),
+        ("--profile f.json --write --config c.yaml", "the comments of YAML would be"),
+        ("--profile f.json --anew", "--anew goes with --measure"),
     ],
 )
 def test_options_that_exclude_each_other_end_with_2(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", *words]) == 2
+    assert main(["plan", *words.split()]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -218,13 +206,11 @@ def test_layers_of_a_process_as_text(ranges: list[tuple[int, int]], text: str) -
 
 
 @pytest.mark.skipif(os.name == "nt", reason="symbolic links are for administrators there")
-def test_plan_is_written_into_the_file_that_a_link_names(
-    fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_is_written_into_the_file_that_a_link_names(planned: Planned, tmp_path: Path) -> None:
     real, link = tmp_path / "real.json", tmp_path / "link.json"
     real.write_text(json.dumps(SETTINGS), encoding="utf-8")
     link.symlink_to(real)
-    found = planned(capsys, "--profile", fleet, "--config", str(link), "--write")
+    found = planned("--config", str(link), "--write")
     assert link.is_symlink()
     written = json.loads(real.read_text(encoding="utf-8"))["shard_plan"]
     assert [entry["id"] for entry in written] == [entry["id"] for entry in found["shard_plan"]]

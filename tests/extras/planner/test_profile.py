@@ -13,6 +13,7 @@ from hetero_framework.extras.planner import FleetProfile, load_profile, plan
 from tests.extras.planner.fleets import device, raw_fleet
 
 TWO = [device("local"), device(1)]
+LINK = {"from": 1, "to": "local", "bytes_per_s": 1}
 
 
 def problems(raw: dict[str, Any]) -> str:
@@ -49,66 +50,52 @@ def test_omitted_fields_of_a_profile_are_zero() -> None:
         ({"layers": 0}, "layers: must be at least 1"),
         ({"layers": 10**18}, "layers: must be at most 10000, not 1000000000000000000"),
         ({"micro_batches": 10**400}, "micro_batches: must be at most 100000, not 1000"),
-        (
-            {"devices": [device("local"), device(1, layer_forward_s=1e308)]},
-            "devices[1].layer_forward_s: must be at most 1000000000.0, not 1e+308",
-        ),
-        (
-            {"devices": [device("local"), device(1, layer_backward_s=[1e-3] * 7 + [5e-324])]},
-            "devices[1].layer_backward_s[7]: must be 0 or at least 1e-12, not 4.94066e-324",
-        ),
-        (
-            {"devices": [device("local"), device(1, activation_bytes_per_layer=5e-324)]},
-            "devices[1].activation_bytes_per_layer: must be 0 or at least 1e-06",
-        ),
-        (
-            {"links": [{"from": "local", "to": 1, "bytes_per_s": 1e-300}]},
-            "links[0].bytes_per_s: must be at least 0.001, not 1e-300",
-        ),
         ({"micro_batches": 1.5}, "micro_batches: must be a whole number"),
         ({"devices": []}, 'devices: none has the id "local"'),
         ({"devices": [device(1)], "links": []}, 'devices: none has the id "local"'),
         ({"devices": [*TWO, device(1)]}, "devices[2].id: 1 is the id of devices[1] too"),
-        (
-            {"devices": [device("local"), device(1, memory_bytes=-1)]},
-            "devices[1].memory_bytes: must be at least 0.0, not -1",
-        ),
-        (
-            {"devices": [device("local"), device(1, layer_forward_s=-0.5)]},
-            "devices[1].layer_forward_s: must be at least 0.0, not -0.5",
-        ),
-        (
-            {"devices": [device("local"), device(1, layer_bytes=[1] * 7 + ["x"])]},
-            'devices[1].layer_bytes[7]: must be a number, not the text "x"',
-        ),
-        (
-            {"devices": [device("local"), device(1, layer_backward_s=[1, 2])]},
-            "devices[1].layer_backward_s: has 2 entries, but there are 8 layers",
-        ),
-        (
-            {"devices": [device("local", memory_bytes=float("nan")), device(1)]},
-            "devices[0].memory_bytes: must be a finite number",
-        ),
-        ({"devices": [device("local", memori=1), device(1)]}, "devices[0].memori: unknown key"),
         ({"links": []}, 'links: none goes from "local" to 1'),
-        (
-            {"links": [{"from": 1, "to": 7, "bytes_per_s": 1}]},
-            'links[0].to: 7 is not a device; there are: "local", 1',
-        ),
+        ({"links": [{**LINK, "to": 7}]}, 'links[0].to: 7 is not a device; there are: "local", 1'),
         ({"links": [{"from": 1, "bytes_per_s": 1}]}, "links[0].to: is missing (The receiver)"),
         (
-            {"links": [{"from": 1, "to": "local", "bytes_per_s": 0}]},
+            {"links": [{**LINK, "bytes_per_s": 0}]},
             "links[0].bytes_per_s: must be at least 0.001, not 0",
         ),
-        ({"links": [{"from": 1, "to": 1, "bytes_per_s": 1}]}, "links[0]: goes from 1 to itself"),
         (
-            {"links": [{"from": 1, "to": "local", "bytes_per_s": 1}] * 2},
-            "links[1]: says the same direction as links[0]",
+            {"links": [{**LINK, "bytes_per_s": 1e-300}]},
+            "links[0].bytes_per_s: must be at least 0.001, not 1e-300",
         ),
+        ({"links": [{**LINK, "to": 1}]}, "links[0]: goes from 1 to itself"),
+        ({"links": [LINK, LINK]}, "links[1]: says the same direction as links[0]"),
     ],
 )
 def test_a_wrong_profile_is_refused_with_the_path(change: dict[str, Any], said: str) -> None:
     assert said in problems({**raw_fleet(TWO), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layer_forward_s": 1e308}, "layer_forward_s: must be at most 1000000000.0, not 1e+308"),
+        (
+            {"layer_backward_s": [1e-3] * 7 + [5e-324]},
+            "layer_backward_s[7]: must be 0 or at least 1e-12, not 4.94066e-324",
+        ),
+        (
+            {"activation_bytes_per_layer": 5e-324},
+            "activation_bytes_per_layer: must be 0 or at least 1e-06",
+        ),
+        ({"memory_bytes": -1}, "memory_bytes: must be at least 0.0, not -1"),
+        ({"layer_forward_s": -0.5}, "layer_forward_s: must be at least 0.0, not -0.5"),
+        ({"layer_bytes": [1] * 7 + ["x"]}, 'layer_bytes[7]: must be a number, not the text "x"'),
+        ({"layer_backward_s": [1, 2]}, "layer_backward_s: has 2 entries, but there are 8 layers"),
+        ({"memory_bytes": math.nan}, "memory_bytes: must be a finite number"),
+        ({"memori": 1}, "memori: unknown key"),
+    ],
+)
+def test_a_wrong_device_is_refused_with_the_path(change: dict[str, Any], said: str) -> None:
+    raw = {**raw_fleet(TWO), "devices": [device("local"), device(1, **change)]}
+    assert f"devices[1].{said}" in problems(raw)
 
 
 def test_all_problems_are_reported_at_once() -> None:

@@ -108,16 +108,23 @@ def test_blocks_that_are_no_sizes_are_refused(
         Checkpoint(str(tmp_path / "stored"))
 
 
+@pytest.mark.parametrize(
+    ("form", "dtype", "said"),
+    [
+        (BLOCKS, torch.float32, r"has the scale .*, and config\.json has no"),
+        ("modelopt fp8", torch.bfloat16, r"weight_scale, and config\.json has no quantization"),
+    ],
+)
 def test_eight_bits_without_their_settings_are_refused(
-    dense: dict[str, Path], tmp_path: Path
+    form: str, dtype: torch.dtype, said: str, dense: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "stored"
-    stored(BLOCKS, dense, folder)
+    stored(form, dense, folder)
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"has the scale .*, and config\.json has no"):
-        shards(folder, torch.float32)
+    with pytest.raises(ModelError, match=said):
+        shards(folder, dtype)
 
 
 def set_quantization(folder: Path, **changes: Any) -> None:

@@ -18,7 +18,7 @@ from hetero_framework import versions
 from hetero_framework.errors import ModelError
 from hetero_framework.models.files.weights import Checkpoint, read_config
 from tests.extras.stored_formats import writing
-from tests.extras.stored_formats.test_forms import LLAMA, shards
+from tests.extras.stored_formats.test_forms import LLAMA, TINY, shards
 
 pytest.importorskip("compressed_tensors")
 from compressed_tensors.compressors import BaseCompressor
@@ -27,45 +27,28 @@ from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 QWEN3_MOE = Qwen3MoeConfig(
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=96,
-    moe_intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_experts=4,
-    num_experts_per_tok=2,
-    head_dim=16,
+    **{**TINY, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96},
+    **{"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
 )
 FP8 = {"num_bits": 8, "type": "float"}
+BY_ROW = {"type": "int", "strategy": "channel"}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+BLOCKS = {"strategy": "block", "block_structure": [128, 128]}
 MX = {"type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8 by tensor": ("float-quantized", FP8 | {"strategy": "tensor"}),
     "fp8 by row": ("float-quantized", FP8 | {"strategy": "channel"}),
-    "fp8 in blocks": (
-        "float-quantized",
-        FP8 | {"strategy": "block", "block_structure": [128, 128]},
-    ),
+    "fp8 in blocks": ("float-quantized", FP8 | BLOCKS),
     "fp8 in groups": ("naive-quantized", FP8 | {"strategy": "group", "group_size": 32}),
-    "int8 by row": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
-    "int8 with zeros": (
-        "int-quantized",
-        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False},
-    ),
+    "int8 by row": ("int-quantized", BY_ROW | {"num_bits": 8}),
+    "int8 with zeros": ("int-quantized", BY_ROW | {"num_bits": 8, "symmetric": False}),
     "int4 in groups": ("pack-quantized", INT4),
     "int4 with zeros": ("pack-quantized", INT4 | {"symmetric": False}),
-    "int4 by row with zeros": (
-        "pack-quantized",
-        {"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": False},
-    ),
+    "int4 by row with zeros": ("pack-quantized", BY_ROW | {"num_bits": 4, "symmetric": False}),
     "int3 with zeros": ("pack-quantized", INT4 | {"num_bits": 3, "symmetric": False}),
     "int8 packed": ("pack-quantized", INT4 | {"num_bits": 8}),
-    "nvfp4": (
-        "nvfp4-pack-quantized",
-        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
-    ),
+    "nvfp4": ("nvfp4-pack-quantized", NVFP4),
     "mxfp4": ("mxfp4-pack-quantized", MX | {"num_bits": 4}),
     "mxfp6": ("mxfp6-pack-quantized", MX | {"num_bits": 6}),
     "mxfp8": ("mxfp8-quantized", MX | {"num_bits": 8}),
@@ -174,9 +157,8 @@ def read(dense: Path, folder: Path, given: dict[str, Any], store: Any) -> dict[s
     """What shards hold of a checkpoint that is written so, after a comparison with it."""
     weights = writing.rewrite(dense, folder, given, store)
     held = shards(folder, torch.bfloat16, 2)
-    for key, weight in shards(
-        full(dense, folder / "full", weights, torch.bfloat16), torch.bfloat16
-    ).items():
+    expected = full(dense, folder / "full", weights, torch.bfloat16)
+    for key, weight in shards(expected, torch.bfloat16).items():
         assert torch.equal(held[key], weight), key
     return held
 

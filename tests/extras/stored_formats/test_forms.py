@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,23 +27,14 @@ from hetero_framework.models.cut.shard import build_shard
 from hetero_framework.models.files.weights import Checkpoint, as_loaded, read_config
 from tests.extras.stored_formats import writing
 
-LLAMA = LlamaConfig(
-    vocab_size=96,
-    hidden_size=192,  # not a multiple of a block
-    intermediate_size=320,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+TINY = {
+    **{"vocab_size": 96, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+# 192 is not a multiple of a block.
+LLAMA = LlamaConfig(**TINY, hidden_size=192, intermediate_size=320)
 GPT_OSS = GptOssConfig(
-    vocab_size=96,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_local_experts=4,
-    head_dim=16,
+    **TINY, hidden_size=64, intermediate_size=96, num_local_experts=4, head_dim=16
 )
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 Store = Callable[[str, Tensor], Any]
@@ -111,6 +101,7 @@ def int4(name: str, tensor: Tensor) -> Any:
     return {name.replace(".weight", "._weight") + end: part for end, part in parts.items()}, weight
 
 
+OPT_FP8, OPT_NVFP4 = (partial(modelopt, algorithm=name) for name in ("FP8", "NVFP4"))
 FORMS: dict[str, tuple[dict[str, Any], Store]] = {
     "fp8 in blocks": (BLOCKS, partial(fp8, height=128, width=128)),
     "fp8 by tensor": ({"quant_method": "fp8"}, partial(fp8, height=0, width=0)),
@@ -125,14 +116,8 @@ FORMS: dict[str, tuple[dict[str, Any], Store]] = {
         partial(beside, store=partial(writing.awq, group=64)),
     ),
     "mxfp4": ({"quant_method": "mxfp4"}, experts),
-    "modelopt fp8": (
-        {"quant_method": "modelopt", "quant_algo": "FP8"},
-        partial(modelopt, algorithm="FP8"),
-    ),
-    "modelopt nvfp4, without its name": (
-        {"quant_algo": "NVFP4"},
-        partial(modelopt, algorithm="NVFP4"),
-    ),
+    "modelopt fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, OPT_FP8),
+    "modelopt nvfp4, without its name": ({"quant_algo": "NVFP4"}, OPT_NVFP4),
     "auto-round of gptq": auto_round("auto_round:auto_gptq"),
     "auto-round of gptq, zeros as they are": auto_round("auto_round"),
     "auto-round of awq": auto_round("auto_round:auto_awq"),
@@ -252,17 +237,6 @@ def test_settings_that_cannot_be_read_are_named(
         Checkpoint(str(tmp_path / "x"))
 
 
-def test_numbers_with_scales_that_config_json_does_not_name_are_refused(
-    dense: dict[str, Path], tmp_path: Path
-) -> None:
-    stored("modelopt fp8", dense, tmp_path / "x")
-    fields = json.loads((tmp_path / "x" / "config.json").read_text())
-    del fields["quantization_config"]
-    (tmp_path / "x" / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ModelError, match=r"weight_scale, and config\.json has no quantization"):
-        shards(tmp_path / "x", torch.bfloat16)
-
-
 def test_numbers_of_eight_and_four_bits_are_those_of_torch() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -272,10 +246,8 @@ def test_numbers_of_eight_and_four_bits_are_those_of_torch() -> None:
     assert int(numbers(codes.view(torch.float8_e4m3fn), torch.device("cpu")).isnan().sum()) == 2
     low, high = torch.tensor(E2M1)[codes.int() & 15], torch.tensor(E2M1)[codes.int() >> 4]
     made = numbers(codes, torch.device("cpu"))
-    assert torch.equal(
-        made.view(torch.int32),
-        torch.stack((low, high), -1).flatten().view_as(made).view(torch.int32),
-    )
+    both = torch.stack((low, high), -1).flatten().view_as(made)
+    assert torch.equal(made.view(torch.int32), both.view(torch.int32))
 
 
 def test_the_page_has_every_form() -> None:

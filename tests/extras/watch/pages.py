@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +34,10 @@ class Client:
             server.request(method, path, headers={k: v for k, v in told.items() if v})
             answer = server.getresponse()
             return answer.status, answer.headers, answer.read()
+
+    def connect(self) -> contextlib.closing[socket.socket]:
+        name, _, port = self.host.partition(":")
+        return contextlib.closing(socket.create_connection((name, int(port)), timeout=WAIT_S))
 
     def act(self, action: str, run: int = 0) -> tuple[int, str]:
         status, _, body = self.ask(f"/do/{run}/{action}", "POST")
