@@ -18,6 +18,7 @@ import pytest
 from benchmarks.machines import Machines
 from benchmarks.network import open_network
 from benchmarks.pipeline import Engine, Product
+from benchmarks.replanning import Here
 from benchmarks.stages import Load
 from benchmarks.tls import make_keys
 from hetero_framework.core import messages as m
@@ -41,12 +42,6 @@ RELAYED = Engine("relay")
 def forks() -> None:
     if sys.platform == "win32":
         pytest.skip("the benchmarks' processes need a system that forks")
-
-
-class Here:
-    """The room of a process that stays where it is."""
-
-    def enter(self) -> None: ...
 
 
 GREETING = Message(m.Control("test", 0))

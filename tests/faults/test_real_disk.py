@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -62,21 +63,54 @@ class Watch(Progress):
                 self._act()
 
 
-@pytest.fixture
-def on_disk(alone: Alone, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
-    """Runs of eight steps that save each of them on the small disk, and what they should come to.
-    Temporary files have a place of their own."""
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary files have a place of their own."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(run_checkpoint.tempfile, "tempdir", str(tmp_path / "temporary"))
+
+
+@pytest.fixture
+def on_disk(alone: Alone, disk: Path):  # noqa: F811
+    """Runs of eight steps that save each of them on the small disk, and what they should come
+    to."""
     training = {"save_strategy": "steps", "save_steps": 1, "max_steps": STEPS}
     train(alone("whole", training=training))
 
     def make(**changes: object) -> Config:
-        return alone(
-            "run", training={**training, **changes}, checkpoint_dir=str(disk / "checkpoints")
-        )
+        place = str(disk / "checkpoints")
+        return alone("run", training={**training, **changes}, checkpoint_dir=place)
 
     return make
+
+
+@contextmanager
+def read_only_after_step_3(place: Path) -> Iterator[Watch]:
+    """Remounted as such, while the file system itself stays busy: the run holds a lock on it. The
+    run ends with an error, and with what the folder held then."""
+
+    class ReadOnly(Watch):
+        def step(self, line) -> None:
+            super().step(line)
+            if line["step"] == 3:  # the checkpoint of step 2 is there
+                self.before = hashes(place)
+                subprocess.run(["mount", "--bind", place, place], check=True)
+                subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
+
+    try:
+        with pytest.raises(ResourceError, match="Read-only file system") as raised:
+            yield (watch := ReadOnly())
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+    watch.raised = raised
+    assert raised.value.exit_code == 6
+
+
+def named(raised: pytest.ExceptionInfo[ResourceError]) -> str:
+    """Where all work was saved, by the command that is said to go on from there."""
+    found = re.search(r"--resume latest --set checkpoint_dir=(\S+)", str(raised.value))
+    assert found, str(raised.value)
+    return found[1]
 
 
 def hashes(directory: Path) -> dict[str, str]:
@@ -129,76 +163,33 @@ def test_f24_a_disk_that_stays_full_ends_the_run_with_all_work_saved(on_disk, di
         kept.resolve(step)  # whole, by its hashes
     assert not [path.name for path in config.checkpoints.iterdir() if "." in path.name[1:]]
     figures("stays full", watch, config)
-    found = re.search(r"--resume latest --set checkpoint_dir=(\S+)", str(raised.value))
-    assert found, str(raised.value)
-    again = config.with_changes(checkpoint_dir=found[1])
+    again = config.with_changes(checkpoint_dir=named(raised))
     assert train(again, resume="latest").steps == STEPS
     assert_is_the_undisturbed_run(config)
 
 
 def test_f24_a_disk_that_becomes_read_only_keeps_its_checkpoints(on_disk, disk: Path) -> None:
     config = on_disk(save_total_limit=2)
-    before: dict[str, str] = {}
-
-    class ReadOnly(Watch):
-        def step(self, line) -> None:
-            super().step(line)
-            if line["step"] == 3:  # the checkpoint of step 2 is there
-                before.update(hashes(config.checkpoints))
-                # The file system itself stays busy: the run holds a lock on it.
-                place = str(config.checkpoints)
-                subprocess.run(["mount", "--bind", place, place], check=True)
-                subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
-
-    watch = ReadOnly()
-    try:
-        with pytest.raises(ResourceError, match="Read-only file system") as raised:
-            train(config, progress=watch)
-    finally:
-        subprocess.run(["umount", str(config.checkpoints)], check=True)
-    assert raised.value.exit_code == 6
+    with read_only_after_step_3(config.checkpoints) as watch:
+        train(config, progress=watch)
     assert len(watch.failed) >= 3
-    assert hashes(config.checkpoints) == before
+    assert hashes(config.checkpoints) == watch.before
     whole = config.output_dir.with_name("whole") / "metrics.jsonl"
     assert losses(config.output_dir / "metrics.jsonl") == losses(whole)[:5]
     figures("read-only", watch, config)
 
 
-def test_f24_a_read_only_output_dir_ends_the_run_with_all_work_saved(
-    on_disk, tmp_path: Path
-) -> None:
+def test_f24_a_read_only_output_dir_ends_the_run_with_all_work_saved(on_disk) -> None:
     """Remounted in order, with everything in it: logs and metrics, too."""
     config = on_disk()
     config = config.with_changes(checkpoint_dir=str(config.output_dir / "checkpoints"))
-    place = str(config.output_dir)
-
-    class ReadOnly(Watch):
-        def step(self, line) -> None:
-            super().step(line)
-            if line["step"] == 3:  # not before: it would be busy with what is written
-                subprocess.run(["mount", "--bind", place, place], check=True)
-                subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
-
-    try:
-        with pytest.raises(ResourceError, match="Read-only file system") as raised:
-            train(config, progress=ReadOnly())
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
-    assert raised.value.exit_code == 6
-    found = re.search(r"--resume latest --set checkpoint_dir=(\S+)", str(raised.value))
-    assert found, str(raised.value)
-    train(config.with_changes(checkpoint_dir=found[1]), resume="latest")
+    with read_only_after_step_3(config.output_dir) as watch:
+        train(config, progress=watch)
+    train(config.with_changes(checkpoint_dir=named(watch.raised)), resume="latest")
     assert_is_the_undisturbed_run(config)
 
 
-def test_f24_a_result_that_does_not_fit_leaves_the_old_one(
-    alone: Alone,  # noqa: F811
-    disk: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(run_checkpoint.tempfile, "tempdir", str(tmp_path / "temporary"))
+def test_f24_a_result_that_does_not_fit_leaves_the_old_one(alone: Alone, disk: Path) -> None:  # noqa: F811
     output = {"output_dir": str(disk / "run"), "max_steps": 1}
     train(alone(training=output))
     config = alone(training=output)
@@ -208,10 +199,9 @@ def test_f24_a_result_that_does_not_fit_leaves_the_old_one(
         train(alone(training={**output, "max_steps": 2}))
     assert raised.value.exit_code == 6
     assert hashes(config.output_dir / "previous-1" / config.result_dir.name) == before
-    found = re.search(r"--resume latest --set checkpoint_dir=(\S+)", str(raised.value))
-    assert found, str(raised.value)
+    place = named(raised)
     (disk / "ballast").unlink()
-    train(alone(training={**output, "max_steps": 2}, checkpoint_dir=found[1]), resume="latest")
+    train(alone(training={**output, "max_steps": 2}, checkpoint_dir=place), resume="latest")
     assert hashes(config.result_dir) != before
     print("\nresult on a full disk: the old one stays, the next command writes the new one")
 

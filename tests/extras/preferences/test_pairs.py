@@ -151,6 +151,9 @@ def test_a_field_that_would_be_lost_is_refused(
         load(tmp_path, [row, {**row, **more}], objective)
 
 
+OTHER = {**WHOLE, "prompt": "Who is it?"}
+
+
 @pytest.mark.parametrize(
     ("row", "objective", "problem"),
     [
@@ -160,12 +163,8 @@ def test_a_field_that_would_be_lost_is_refused(
         ({**ANSWERS, "question": "What is it?"}, "reward", "field question would not be learned"),
         ({**CHATS, "prompt": []}, "dpo", "no prompt: chosen and rejected begin differently"),
         ({"chosen": [SYSTEM, ASKED, GOOD], "rejected": [ASKED, BAD]}, "dpo", "there is no prompt"),
-        (
-            {**WHOLE, "prompt": "Who is it?"},
-            "dpo",
-            "chosen is no answer to the prompt, with messages of user",
-        ),
-        ({**WHOLE, "prompt": "Who is it?"}, "kto", "no answer to the prompt"),
+        (OTHER, "dpo", "chosen is no answer to the prompt, with messages of user"),
+        (OTHER, "kto", "no answer to the prompt"),
         ({**WHOLE, "rejected": [ASKED, BAD, ASKED]}, "dpo", "rejected is no answer"),
         ({**CHATS, "prompt": [ASKED], "chosen": [SYSTEM, GOOD]}, "dpo", "chosen is no answer"),
         ({**CHATS, "messages": [ASKED, GOOD], "prompt": None}, "dpo", "messages are not learned"),
@@ -256,14 +255,10 @@ def test_pairs_that_teach_nothing_are_counted_and_alone_refused(
         assert not warnings
         return
     assert said.format(tmp_path / "train.jsonl") in report
+    alone = rows[:2] if RATED in rows[:1] and "rated" in said else rows[1:2] * 2
     if "twice" not in said:
         with pytest.raises(DataError, match=r"data.train: no example teaches anything: .*first"):
-            load(
-                tmp_path,
-                rows[:2] if RATED in rows[:1] and "rated" in said else rows[1:2] * 2,
-                objective,
-                **data,
-            )
+            load(tmp_path, alone, objective, **data)
 
 
 @pytest.mark.parametrize("objective", ["dpo", "reward", "kto", "classification"])

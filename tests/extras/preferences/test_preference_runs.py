@@ -29,7 +29,7 @@ from tests.integration.oracles import (
     trained_weights,
 )
 from tests.integration.test_parity import weights
-from tests.samples import save_tiny
+from tests.samples import plan_of, save_tiny
 
 WORDS = ("red", "green", "old", "house", "keeps", "the", "small", "door", "and", "window", "light")
 
@@ -105,17 +105,10 @@ def trl(config: Config, output: Path, adapter: Path | None = None) -> Any:
         tokenizer.bos_token = None  # else those trainers begin each prompt with it
     arguments = config_class(
         str(output),
-        **told,
-        max_length=data.max_length,
-        lr_scheduler_type="linear",
-        save_strategy="no",
-        report_to="none",
-        bf16=False,
-        optim="adamw_torch",
-        use_cpu=True,
-        disable_tqdm=True,
-        eval_strategy="epoch" if data.eval else "no",
-        per_device_eval_batch_size=training.per_device_eval_batch_size,
+        **{**told, "max_length": data.max_length, "eval_strategy": "epoch" if data.eval else "no"},
+        **{"per_device_eval_batch_size": training.per_device_eval_batch_size, "bf16": False},
+        **{"lr_scheduler_type": "linear", "save_strategy": "no", "optim": "adamw_torch"},
+        **{"report_to": "none", "use_cpu": True, "disable_tqdm": True},
         dataloader_pin_memory=False,
     )
     trainer = trainer_class(
@@ -182,29 +175,21 @@ OFTEN = (
 @pytest.mark.parametrize(
     ("case", "lora"),
     [
-        *(
-            pytest.param(case, False, marks=() if case in OFTEN else pytest.mark.long)
-            for case in CASES
-        ),
-        *(
-            pytest.param(case, True, marks=() if case == "in_chunks" else pytest.mark.long)
-            for case in CASES
-        ),
+        pytest.param(case, lora, marks=() if case in often else pytest.mark.long)
+        for lora, often in ((False, OFTEN), (True, ("in_chunks",)))
+        for case in CASES
     ],
 )
 def test_losses_rewards_and_weights_are_those_of_trl(
     case: str, lora: bool, alone: Alone, alone_model: Path, tmp_path: Path
 ) -> None:
-    sections: dict[str, Any] = {}
     adapter = save_adapter(alone_model, tmp_path / "adapter") if lora else None
-    if adapter is not None:
-        sections["adapter"] = {"init_from": str(adapter)}
+    sections = {"adapter": {"init_from": str(adapter)}} if lora else {}
     training = {"objective": "dpo", "eval_strategy": "epoch", "learning_rate": 1e-3, **CASES[case]}
     # Only DPOTrainer leaves out pairs whose prompt fills max_length.
     most = 40 if training["objective"] in ("orpo", "cpo") else 20
     is_rated = training["objective"] == "kto" and case != "kto_of_pairs"
-    save = save_ratings if is_rated else save_pairs
-    pairs = str(save(tmp_path / "pairs.jsonl"))
+    pairs = str((save_ratings if is_rated else save_pairs)(tmp_path / "pairs.jsonl"))
     data = {"train": pairs, "eval": pairs, "max_length": most}
     other = agreeing(alone(training=training, data=data, **sections), tmp_path, adapter)
     assert_close(weights(tmp_path / "run"), trained_weights(other.model), atol=1e-5)
@@ -237,9 +222,7 @@ def test_the_loss_of_routers_is_that_of_trl(objective: str, alone: Alone, tmp_pa
     pairs = str(save_pairs(tmp_path / "pairs.jsonl", 12))
     sections: dict[str, Any] = {
         "model": {"name_or_path": str(model)},
-        "shard_plan": [
-            {"id": "local", "start": 0, "end": tiny_config("mixtral").num_hidden_layers}
-        ],
+        "shard_plan": plan_of(("local", tiny_config("mixtral").num_hidden_layers)),
         "data": {"train": pairs, "eval": pairs, "max_length": 40},
     }
     training = {"objective": objective, "eval_strategy": "epoch", "learning_rate": 1e-3}

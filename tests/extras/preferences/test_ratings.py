@@ -26,22 +26,13 @@ def said(role: str, text: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text}]
 
 
-TEXTS = [
-    {
-        "prompt": "The fox" * (k % 4),
-        "completion": f" runs{' far' * (k * 5 % 7)}",
-        "label": k % 3 > 0,
-    }
-    for k in range(11)
-]
-TALKS = [
-    {
-        "prompt": said("user", row["prompt"] + "?"),
-        "completion": said("assistant", row["completion"]),
-        "label": row["label"],
-    }
-    for row in TEXTS
-]
+def rated(prompt: Any, completion: Any, label: bool) -> dict[str, Any]:
+    return {"prompt": prompt, "completion": completion, "label": label}
+
+
+SAID = [("The fox" * (k % 4), f" runs{' far' * (k * 5 % 7)}", k % 3 > 0) for k in range(11)]
+TEXTS = [rated(*row) for row in SAID]
+TALKS = [rated(said("user", f"{a}?"), said("assistant", b), label) for a, b, label in SAID]
 PAIRS = [
     {"chosen": f"The fox runs{' a' * k}", "rejected": f"The fox rests{' b' * (k % 3)}"}
     for k in range(7)
@@ -50,10 +41,8 @@ PAIRS = [
 
 def load(folder: Path, rows: list[dict[str, Any]], loss: str = "kto", **data: Any) -> TrainData:
     write_jsonl(folder / "train.jsonl", rows)
-    training = {
-        **{"objective": "kto", "loss_type": loss, "train_sampling_strategy": "sequential"},
-        "per_device_train_batch_size": 4,
-    }
+    training = {"objective": "kto", "loss_type": loss, "per_device_train_batch_size": 4}
+    training["train_sampling_strategy"] = "sequential"
     config = make_config(folder, {"train": "train.jsonl", **data}, **training)
     return load_data(config, tiny_tokenizer(CHATML_MARKED))
 
@@ -71,12 +60,9 @@ def test_batches_are_those_of_trl(
     trainer = KTOTrainer.__new__(KTOTrainer)
     trainer._tokenizer, trainer.calculate_KL = tokenizer, loss == "kto"
     trainer.desirable_weight = trainer.undesirable_weight = 1.0
-    arguments: Any = SimpleNamespace(
-        per_device_train_batch_size=4, max_length=most, dataset_num_proc=None
-    )
-    theirs = trainer._prepare_dataset(
-        datasets.Dataset.from_list(rows), tokenizer, arguments, "train"
-    )
+    told = {"per_device_train_batch_size": 4, "max_length": most, "dataset_num_proc": None}
+    table, arguments = datasets.Dataset.from_list(rows), SimpleNamespace(**told)
+    theirs = trainer._prepare_dataset(table, tokenizer, arguments, "train")
     assert len(ours.examples) == len(theirs)
     if most in (6, 23):
         assert len(theirs) < len(rows)  # a prompt fills max_length
@@ -125,27 +111,23 @@ def test_the_balance_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "problem"),
+    ("rows", "problem"),
     [
-        ({"prompt": "a", "completion": "b", "label": "yes"}, "label must be true or false, found"),
-        ({"prompt": "a", "completion": "b"}, "label must be true or false, there is none"),
-        ({"prompt": "a", "completion": "b", "label": None}, "there is none"),
-        ({"prompt": "a", "completion": "b", "label": 2}, "label must be true or false"),
-        ({"completion": "b", "label": True}, "no field prompt"),
-        ({"prompt": "a", "label": True}, "no field completion"),
-        ({"prompt": "a", "completion": ["b"], "label": True}, r"completion\[0\] must be an"),
-        ({"prompt": "a", "completion": 7, "label": True}, "completion must be a string"),
-        ({"text": "a"}, "no field prompt"),
+        ([rated("a", "b", "yes")], "label must be true or false, found"),
+        ([{"prompt": "a", "completion": "b"}], "label must be true or false, there is none"),
+        ([rated("a", "b", None)], "there is none"),
+        ([rated("a", "b", 2)], "label must be true or false"),
+        ([{"completion": "b", "label": True}], "no field prompt"),
+        ([{"prompt": "a", "label": True}], "no field completion"),
+        ([rated("a", ["b"], True)], r"completion\[0\] must be an"),
+        ([rated("a", 7, True)], "completion must be a string"),
+        ([{"text": "a"}], "no field prompt"),
+        ([*PAIRS, {"chosen": "a", "rejected": None}], "no rejected answer"),
     ],
 )
-def test_bad_answers_are_refused(row: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_bad_answers_are_refused(rows: list[dict[str, Any]], problem: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=problem):
-        load(tmp_path, [row])
-
-
-def test_pairs_need_both_answers(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no rejected answer"):
-        load(tmp_path, [*PAIRS, {"chosen": "a", "rejected": None}])
+        load(tmp_path, rows)
 
 
 def test_their_end_is_cut(tmp_path: Path) -> None:
