@@ -55,6 +55,15 @@ def fleet_of(*devices: dict[str, Any], **settings: Any) -> FleetProfile:
     return FleetProfile.from_dict(raw_fleet(list(devices), **settings))
 
 
+def with_link(profile: FleetProfile, ends: tuple[Any, Any], **changes: float) -> FleetProfile:
+    """With this direction of a link changed."""
+    links = (
+        link.model_copy(update=changes if (link.sender, link.receiver) == ends else {})
+        for link in profile.links
+    )
+    return profile.model_copy(update={"links": tuple(links)})
+
+
 def rules_of(profile: FleetProfile, **changes: Any) -> Rules:
     """What a search of all devices may choose: everything but interleaving."""
     fleet = Fleet(profile)

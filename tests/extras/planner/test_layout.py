@@ -6,7 +6,7 @@ import pytest
 
 from hetero_framework.engine.schedule.simulator import Edge
 from hetero_framework.extras.planner.layout import Fleet, Part, Rules, evaluated
-from tests.extras.planner.fleets import GB, card, device, fleet_of, rules_of
+from tests.extras.planner.fleets import GB, card, device, fleet_of, rules_of, with_link
 
 ENDS = {"embedding_forward_s": 0.1, "head_forward_s": 0.2, "head_backward_s": 0.4}
 
@@ -26,14 +26,9 @@ def test_stages_take_their_layers_with_embedding_and_head() -> None:
 
 def test_boundaries_are_relayed_unless_both_ways_are_there() -> None:
     profile = fleet_of(device("local"), device(1), device(2), device(3), speed=1e6)
-    links = [link for link in profile.links if (link.sender, link.receiver) != (2, 1)]
-    slow = [
-        link.model_copy(update={"bytes_per_s": 1e5, "latency_s": 0.5})
-        if (link.sender, link.receiver) == ("local", 2)
-        else link
-        for link in links
-    ]
-    fleet = Fleet(profile.model_copy(update={"links": tuple(slow)}))
+    profile = with_link(profile, ("local", 2), bytes_per_s=1e5, latency_s=0.5)
+    links = tuple(link for link in profile.links if (link.sender, link.receiver) != (2, 1))
+    fleet = Fleet(profile.model_copy(update={"links": links}))
     assert not fleet.can_go_direct(1, 2)
     assert fleet.can_go_direct(1, 3)
     assert not fleet.can_go_direct(0, 1)
@@ -87,12 +82,8 @@ def test_stages_of_one_device_share_its_memory() -> None:
 def test_devices_that_differ_in_nothing_are_one_kind() -> None:
     profile = fleet_of(device("local"), device(1), device(2), device(3, memory_bytes=1))
     assert rules_of(profile).kinds == {0: 0, 1: 1, 2: 1, 3: 3}
-    links = tuple(
-        link.model_copy(update={"latency_s": 1.0}) if link.sender == 2 else link
-        for link in profile.links
-    )
-    other = rules_of(profile.model_copy(update={"links": links}))
-    assert other.kinds == {0: 0, 1: 1, 2: 2, 3: 3}
+    other = with_link(profile, (2, "local"), latency_s=1.0)
+    assert rules_of(other).kinds == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
 def test_a_boundary_is_direct_where_that_is_no_slower() -> None:
@@ -100,14 +91,8 @@ def test_a_boundary_is_direct_where_that_is_no_slower() -> None:
     rules = rules_of(profile)
     assert [direct for _, direct in rules.ways(1, 2, 4)] == [True]
     assert [direct for _, direct in rules.ways(0, 1, 4)] == [False]
-    slow = tuple(
-        link.model_copy(update={"bytes_per_s": 1e6})
-        if (link.sender, link.receiver) == (1, 2)
-        else link
-        for link in profile.links
-    )
-    other = rules_of(profile.model_copy(update={"links": slow}))
-    assert [direct for _, direct in other.ways(1, 2, 4)] == [False, True]
+    slow = rules_of(with_link(profile, (1, 2), bytes_per_s=1e6))
+    assert [direct for _, direct in slow.ways(1, 2, 4)] == [False, True]
 
 
 def test_pinned_layers_are_one_stage() -> None:

@@ -86,10 +86,8 @@ def test_bench_predicts_the_configured_plan_and_leaves_no_trace(
     output.mkdir()
     (output / "metrics.jsonl").write_text("an earlier run's\n")
     file.write_text(json.dumps(raw))
-    assert (
-        cli.main(["plan", "--measure", *("--evaluate", str(file)), "--config", str(file), "--json"])
-        == 0
-    )
+    words = ["plan", "--measure", "--evaluate", str(file), "--config", str(file), "--json"]
+    assert cli.main(words) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert "both at once" in printed.err

@@ -10,6 +10,7 @@ from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
 from hetero_framework.extras.planner.plan_report import described, text
 from hetero_framework.extras.planner.planning import ALLOWED, compared
 from tests.extras.planner.fleets import GB, card, device, fleet_of, profiles_of_fleets
+from tests.samples import plan_of
 
 NO_CHUNKS = ALLOWED - {"chunks"}
 PLANS = settings(max_examples=12, deadline=None)
@@ -147,33 +148,35 @@ def test_settings_that_change_results_are_only_taken_when_allowed() -> None:
 # ---- a given plan
 
 
-def test_evaluate_refuses_an_invalid_plan_with_the_reason() -> None:
-    profile = fleet_of(device("local", memory_bytes=5 * GB), device(1), device(2), direct=False)
-    half = [{"id": "local", "start": 0, "end": 4}, {"id": 1, "start": 4, "end": 8}]
-    for entries, said in (
+HALF = plan_of(("local", 4), (1, 8))
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
         ([], "must not be empty"),
-        (half[1:], 'must be "local"'),
-        (half[:1], "the plan covers 4 layers, but the model has 8"),
-        ([half[0], {"id": 9, "start": 4, "end": 8}], "9 is not a worker"),
-        ([half[0], {"id": 1, "start": 5, "end": 8}], "nobody holds layer 4"),
-        ([half[0], {"id": 1, "start": "x"}], "shard_plan[1].start: must be a whole number"),
-        ([half[0], {"id": [], "start": 4, "end": 8}], "shard_plan[1].id: must be a whole number"),
+        (HALF[1:], 'must be "local"'),
+        (HALF[:1], "the plan covers 4 layers, but the model has 8"),
+        (plan_of(("local", 4), (9, 8)), "9 is not a worker"),
+        ([HALF[0], {"id": 1, "start": 5, "end": 8}], "nobody holds layer 4"),
+        ([HALF[0], {"id": 1, "start": "x"}], "shard_plan[1].start: must be a whole number"),
+        ([HALF[0], {**HALF[1], "id": []}], "shard_plan[1].id: must be a whole number"),
+        (plan_of(("local", 4), ("local", 8)), "shard_plan[1]: is on coordinator as the one before"),
         (
-            [half[0], {"id": "local", "start": 4, "end": 8}],
-            "shard_plan[1]: is on coordinator as the one before",
-        ),
-        (
-            [half[0], {**half[1], "end": 6}, {"id": 2, "start": 6, "end": 8, "links": "direct"}],
+            [*plan_of(("local", 4), (1, 6)), {"id": 2, "start": 6, "end": 8, "links": "direct"}],
             "shard_plan[2].links: is direct, but the profile has no links between",
         ),
         (
-            [{"id": "local", "start": 0, "end": 7}, {"id": 1, "start": 7, "end": 8}],
+            plan_of(("local", 7), (1, 8)),
             "coordinator needs 7.17 GiB with one micro-batch in flight and has 4.66 GiB",
         ),
-    ):
-        with pytest.raises(PlanError) as caught:
-            evaluate(profile, entries)
-        assert said in str(caught.value)
+    ],
+)
+def test_evaluate_refuses_an_invalid_plan_with_the_reason(entries: Any, said: str) -> None:
+    profile = fleet_of(device("local", memory_bytes=5 * GB), device(1), device(2), direct=False)
+    with pytest.raises(PlanError) as caught:
+        evaluate(profile, entries)
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -184,20 +187,14 @@ def test_evaluate_refuses_an_invalid_plan_with_the_reason() -> None:
     ],
 )
 def test_evaluate_refuses_checkpointing_of_no_stage(again: dict[str, Any], said: str) -> None:
-    half = [{"id": "local", "start": 0, "end": 4}, {"id": 1, "start": 4, "end": 8}]
     with pytest.raises(PlanError) as caught:
-        evaluate(fleet_of(device("local"), device(1)), half, gradient_checkpointing=again)
+        evaluate(fleet_of(device("local"), device(1)), HALF, gradient_checkpointing=again)
     assert said in str(caught.value)
 
 
 def test_evaluate_of_a_worse_plan_is_worse() -> None:
     profile = fleet_of(device("local"), device(1), speed=1e12)
-    half = evaluate(
-        profile, [{"id": "local", "start": 0, "end": 4}, {"id": 1, "start": 4, "end": 8}]
-    )
-    other = evaluate(
-        profile, [{"id": "local", "start": 0, "end": 7}, {"id": 1, "start": 7, "end": 8}]
-    )
+    half, other = evaluate(profile, HALF), evaluate(profile, plan_of(("local", 7), (1, 8)))
     assert other.predicted_step_s > 1.5 * half.predicted_step_s
 
 
@@ -212,10 +209,8 @@ def test_each_machine_is_compared_with_the_fleet_without_it() -> None:
     )
     options: dict[str, Any] = {"pins": {}, "excluded": (), "margins": {}, "allow": ALLOWED}
     found = compared(profile, **options)
-    assert [(one["ids"], one["alone"]) for one in found] == [
-        *(([1, 2], False), ([3], False)),
-        (["local"], True),
-    ]
+    ways = [(one["ids"], one["alone"]) for one in found]
+    assert ways == [([1, 2], False), ([3], False), (["local"], True)]
     for one in found:
         left = [d.id for d in profile.devices if (d.id in one["ids"]) == one["alone"]]
         others = {d.id for d in profile.devices} - {*left}
@@ -254,7 +249,7 @@ def test_a_slow_way_from_host_memory_bounds_the_step() -> None:
 
 def test_streamed_layers_of_a_given_plan_are_predicted_and_refused() -> None:
     profile = fleet_of(card("local", memory_bytes=12 * GB), device(1), layers=24)
-    entries = [{"id": "local", "start": 0, "end": 12}, {"id": 1, "start": 12, "end": 24}]
+    entries = plan_of(("local", 12), (1, 24))
 
     def judged(local: Any, other: Any = 0) -> Any:
         offloads = zip(entries, (local, other), strict=True)
@@ -310,13 +305,9 @@ def test_a_plan_fits_and_evaluate_agrees_with_it(profile: FleetProfile) -> None:
     assert found.lower_bound_s <= found.predicted_step_s
     memory = {one.id: one.memory_bytes for one in profile.devices}
     assert all(use.memory_bytes <= memory[use.id] + 1 for use in found.devices)
-    for max_in_flight in (found.max_in_flight, None):
-        again = evaluate(
-            profile,
-            found.shard_plan,
-            gradient_checkpointing=found.gradient_checkpointing,
-            max_in_flight=max_in_flight,
-        )
+    for most in (found.max_in_flight, None):
+        settings = {"gradient_checkpointing": found.gradient_checkpointing, "max_in_flight": most}
+        again = evaluate(profile, found.shard_plan, **settings)
         assert again.predicted_step_s == found.predicted_step_s
         assert again.devices == found.devices
 

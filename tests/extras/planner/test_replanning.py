@@ -16,7 +16,7 @@ from hetero_framework.errors import ConfigError, PlanError
 from hetero_framework.extras.planner.layout import Fleet
 from hetero_framework.extras.planner.replanning import Replanning, tuned
 from hetero_framework.trainer import setup
-from tests.samples import save_llama, save_texts
+from tests.samples import machines_here, save_llama, save_texts
 
 Make = Callable[..., Replanning]
 
@@ -33,32 +33,22 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
         plan: dict[Any, dict[str, Any]] | None = None,
         **kinds: str,
     ) -> Replanning:
-        machine = {"ip": "127.0.0.1", "device": "cpu"}
         owners = ("local", 1, 2)
-        config = Config.from_dict(
-            {
-                "coordinator": {**machine, "port": 1},
-                "workers": [
-                    {**machine, "id": k, "port": 1 + k, "quantization": kinds.get(f"worker_{k}")}
-                    for k in (1, 2)
-                ],
-                "adapter": {"target_modules": "all-linear"},
-                "shard_plan": [
-                    {"id": owner, "start": 2 * k, "end": 2 * k + 2, **(plan or {}).get(owner, {})}
-                    for k, owner in enumerate(owners)
-                ],
-                "model": {"name_or_path": str(model), "quantization": kinds.get("all")},
-                "data": {"train": str(texts), "max_length": 32},
-                "training": {
-                    "output_dir": str(folder / "out"),
-                    "gradient_accumulation_steps": 4,
-                    "verify_architecture": False,
-                },
-            }
-        )
+        raw = machines_here(("local", 2), (1, 4), (2, 6))
+        for worker in raw["workers"]:
+            worker["quantization"] = kinds.get(f"worker_{worker['id']}")
+        for entry in raw["shard_plan"]:
+            entry |= (plan or {}).get(entry["id"], {})
+        out = {"output_dir": str(folder / "out"), "gradient_accumulation_steps": 4}
+        raw |= {
+            "adapter": {"target_modules": "all-linear"},
+            "model": {"name_or_path": str(model), "quantization": kinds.get("all")},
+            "data": {"train": str(texts), "max_length": 32},
+            "training": {**out, "verify_architecture": False},
+        }
         facts = facts or dict.fromkeys(owners, MachineFacts("cpu", "cpu", 1 << 40, 1 << 40))
         facts |= {k: replace(facts[k], no_four_bit="none here") for k in lacking}
-        parts = setup.fit_devices(setup.prepare(config), facts)
+        parts = setup.fit_devices(setup.prepare(Config.from_dict(raw)), facts)
         return Replanning(parts, facts, survivors=False)
 
     return made

@@ -12,8 +12,9 @@ from hetero_framework.errors import ResourceError
 from hetero_framework.extras.planner import Result, evaluate
 from hetero_framework.extras.planner.result import Alone, host_rates, planned, save_plan
 from tests.extras.planner.fleets import GB, card, device, fleet_of
+from tests.samples import plan_of
 
-HALVES = [{"id": "local", "start": 0, "end": 4}, {"id": "box", "start": 4, "end": 8}]
+HALVES = plan_of(("local", 4), ("box", 8))
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +40,8 @@ def test_a_result_as_json_has_all_fields_except_the_schedule(result: Result) -> 
 
 def test_alone_is_none_where_no_device_could_do_it(result: Result) -> None:
     assert replace(result, alone=None).to_dict()["alone"] is None
-    assert replace(result, alone=Alone("box", 2.5)).to_dict()["alone"] == {
-        "id": "box",
-        "step_s": 2.5,
-    }
+    found = replace(result, alone=Alone("box", 2.5)).to_dict()["alone"]
+    assert found == {"id": "box", "step_s": 2.5}
 
 
 def test_the_pipeline_is_the_simulated_one(result: Result) -> None:
@@ -59,7 +58,7 @@ def test_measured_rates_of_host_memory_are_saved_with_a_plan(tmp_path: Path) -> 
     assert host_rates(made) == {}
 
 
-PLAN = [{"id": "local", "start": 0, "end": 4}, {"id": 1, "start": 4, "end": 8}]
+PLAN = plan_of(("local", 4), (1, 8))
 FLEET = fleet_of(device("local"), device(1))
 
 
@@ -84,19 +83,17 @@ def test_a_saved_prediction_is_read_back_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("name", "other"),
     [
-        {"per_device_train_batch_size": 7},
-        {"gradient_accumulation_steps": 3},
-        {"gradient_checkpointing": True},
+        *(("per_device_train_batch_size", 7), ("gradient_accumulation_steps", 3)),
+        ("gradient_checkpointing", True),
     ],
-    ids=str,
 )
 def test_a_prediction_does_not_count_for_other_micro_batches(
-    change: dict[str, Any], tmp_path: Path
+    name: str, other: Any, tmp_path: Path
 ) -> None:
     save_plan(config(tmp_path), evaluate(FLEET, PLAN))
-    assert planned(config(tmp_path, **change)) is None
+    assert planned(config(tmp_path, **{name: other})) is None
 
 
 def test_a_prediction_of_another_plan_or_damaged_file_does_not_count(tmp_path: Path) -> None:
