@@ -21,12 +21,8 @@ from tests.faults.syscall_sweep import MODES, WRITTEN, WRITTEN_AGAIN, Counts, di
 
 Tree = dict[str, bytes]
 CONFIG = LlamaConfig(
-    vocab_size=16,
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=1,
-    num_attention_heads=1,
-    num_key_value_heads=1,
+    **{"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8},
+    **{"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1},
 )
 
 

@@ -48,18 +48,8 @@ LONG = (2**32, 2**40 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1)
 EVIL: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 2**31, 2**40, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)),
     *(0.5, float("nan"), float("inf"), "", "x" * 300, "\0", "../x", "ü", b"", b"\xff" * 40),
-    *(
-        [],
-        [[]],
-        [1] * 9,
-        [-1],
-        [True],
-        [2**62] * 8,
-        {},
-        {"": 0},
-        {"a": {"a": {}}},
-        [[[[[[[[]]]]]]]],
-    ),
+    *([], [[]], [1] * 9, [-1], [True], [2**62] * 8, [[[[[[[[]]]]]]]]),
+    *({}, {"": 0}, {"a": {"a": {}}}),
     *([1, [2**40]], [99, [1]], [[1, [1]]] * 40, msgpack.Timestamp(1), msgpack.ExtType(5, b"x")),
 )
 EVERY_ROLE, PHASES = (None, *ROLES), tuple(ORDER)
@@ -182,9 +172,8 @@ def flip(data: bytearray, dice: random.Random) -> None:
 
 
 def overwrite(data: bytearray, dice: random.Random) -> None:
-    data[dice.randrange(len(data))] = dice.choice(
-        (0, 1, 0x7F, 0x80, 0xC1, 0xFF, dice.randrange(256))
-    )
+    known = (0, 1, 0x7F, 0x80, 0xC1, 0xFF, dice.randrange(256))
+    data[dice.randrange(len(data))] = dice.choice(known)
 
 
 def insert(data: bytearray, dice: random.Random) -> None:

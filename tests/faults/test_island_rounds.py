@@ -83,19 +83,10 @@ def assert_each_once(islands: Islands, steps: int, *names: str) -> None:
 
 
 POINTS: Deaths = [
-    ("c", "forward@4"),
-    ("b", "island-changes"),
-    ("a", "island-changes"),
-    ("c", "island-vote"),
-    ("a", "island-decision"),
-    ("a", "island-told"),
-    ("b", "island-apply"),
-    ("a", "island-apply"),
-    ("c", "load-state"),  # while it takes over
-    ("a", "commit-done"),
-    # Two at once.
-    ("b", "island-vote"),
-    ("c", "island-vote"),
+    *(("c", "forward@4"), ("b", "island-changes"), ("a", "island-changes"), ("c", "island-vote")),
+    *(("a", "island-decision"), ("a", "island-told"), ("b", "island-apply"), ("a", "island-apply")),
+    *(("c", "load-state"), ("a", "commit-done")),  # the first while it takes over
+    *(("b", "island-vote"), ("c", "island-vote")),  # at once
 ]
 
 
@@ -195,13 +186,8 @@ def test_a_run_goes_on_with_other_islands_and_plans(before: str, after: str, mak
 
 
 WARM: Deaths = [
-    ("c", "island-vote@4"),
-    ("b", "island-vote@6"),
-    ("a", "island-told@8"),
-    # The first rounds.
-    ("b", "island-changes"),
-    ("a", "island-told"),
-    ("c", "island-vote"),
+    *(("c", "island-vote@4"), ("b", "island-vote@6"), ("a", "island-told@8")),
+    *(("b", "island-changes"), ("a", "island-told"), ("c", "island-vote")),  # in the first rounds
 ]
 
 

@@ -58,17 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def raw_of(
     folder: Path, at: Path, name: str, port: int, steps: int, **island: Any
 ) -> dict[str, Any]:
-    raw = configuration(
-        folder,
-        name,
-        port,
-        layers=LAYERS,
-        output_dir=str(at / name),
-        max_steps=steps,
-        gradient_accumulation_steps=SAMPLES,
-        learning_rate=1e-3,
-        island=island,
-    )
+    training = {"max_steps": steps, "gradient_accumulation_steps": SAMPLES, "learning_rate": 1e-3}
+    training["output_dir"] = str(at / name)
+    raw = configuration(folder, name, port, layers=LAYERS, island=island, **training)
     raw["adapter"] = {"r": 4, "lora_alpha": 8}
     return raw
 
@@ -243,25 +235,14 @@ DEATHS = pytest.mark.timeout(900)
 """Of tests in which one island after the other is started again; twice what they need beside much
 other work."""
 POINTS: Deaths = [
-    ("b", "step@2"),
-    ("c", "forward@3"),
-    ("a", "island-gradients@4"),
-    ("b", "island-vote@5"),
-    ("a", "island-decision@6"),
-    ("a", "island-told@7"),
-    ("c", "commit@8"),
-    ("a", "commit-done@9"),
-    ("b", "optimizer-half@10"),
-    ("b", "island-meet"),
-    ("a", "island-state"),
+    *(("b", "step@2"), ("c", "forward@3"), ("a", "island-gradients@4"), ("b", "island-vote@5")),
+    *(("a", "island-decision@6"), ("a", "island-told@7"), ("c", "commit@8")),
+    *(("a", "commit-done@9"), ("b", "optimizer-half@10")),
+    *(("b", "island-meet"), ("a", "island-state")),
     # One gives its state to the island that was away, or one takes it, and dies.
-    ("c", "island-vote@11"),
-    ("c", "load-state"),
+    *(("c", "island-vote@11"), ("c", "load-state")),
     # Two at once.
-    ("b", "backward@13"),
-    ("c", "norms@13"),
-    ("a", "island-told@14"),
-    ("b", "commit@14"),
+    *(("b", "backward@13"), ("c", "norms@13"), ("a", "island-told@14"), ("b", "commit@14")),
 ]
 
 

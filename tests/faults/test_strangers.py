@@ -33,7 +33,7 @@ from benchmarks.tls import make_keys
 from hetero_framework.core import messages as m
 from hetero_framework.core.messages import Message
 from tests.framed import framed
-from tests.samples import free_ports
+from tests.samples import machines_here
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 
@@ -225,15 +225,9 @@ def beside(samples: Samples, began: float, ended: float) -> list[float]:
 @pytest.fixture(params=[False, True], ids=["plain", "TLS"])
 def worker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Place, Path]]:
     """A worker as a user starts it, and the directory of all that it writes."""
-    ports, machine = free_ports(2), {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
     config, logs = tmp_path / "config.json", tmp_path / "logs"
-    settings = {
-        "coordinator": {**machine, "port": ports[0]},
-        "workers": [{**machine, "id": 1, "port": ports[1]}],
-        "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
-        "training": {"output_dir": str(logs / "run")},
-    }
-    config.write_text(json.dumps(settings))
+    settings = machines_here(("local", 1), (1, 2))
+    config.write_text(json.dumps({**settings, "training": {"output_dir": str(logs / "run")}}))
     keys = ["--keys", str(make_keys(tmp_path, 1))] if request.param else []
     logs.mkdir()
     command = [sys.executable, "-m", "hetero_framework", "worker", "--keep", "--supervised"]
@@ -246,7 +240,7 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Pla
             cwd=logs,
         )
         try:
-            place = Place("127.0.0.1", ports[1], "lo")
+            place = Place("127.0.0.1", settings["workers"][0]["port"], "lo")
             while (sock := connect(place)) is None:
                 assert process.poll() is None, (logs / "screen").read_text()
                 time.sleep(0.1)  # nothing announces that it listens

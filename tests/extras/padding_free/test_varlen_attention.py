@@ -68,11 +68,7 @@ def formula(
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"scaling": 0.3},
-        {"sliding_window": 3},
-        {"sliding_window": 1},
-        {"softcap": 2.0},
+        *({}, {"scaling": 0.3}, {"sliding_window": 3}, {"sliding_window": 1}, {"softcap": 2.0}),
         {"s_aux": torch.tensor([0.1, -1.0, 2.0, 0.0])},
         {"softcap": 1.0, "s_aux": torch.zeros(HEADS), "sliding_window": 4, "scaling": 1.0},
     ],

@@ -24,13 +24,8 @@ W, S = f"{M}.weight", f"{M}.weight_scale_inv"
 E = "model.layers.1.mlp.experts.down_proj"
 Q = f"{M}._weight"
 GPTQ, SORTED, AWQ, BLOCKS = "gptq 4", "gptq 4 in order of importance", "awq", "fp8 in blocks"
-TENSOR, ROWS, FP4, AO, AR = (
-    "fp8 by tensor",
-    "fp8 by row",
-    "mxfp4",
-    "torchao int4",
-    "auto-round of gptq",
-)
+TENSOR, ROWS, FP4 = "fp8 by tensor", "fp8 by row", "mxfp4"
+AO, AR = "torchao int4", "auto-round of gptq"
 NV, OPT = "modelopt nvfp4, without its name", "modelopt fp8"
 Change = Callable[[Tensor], Tensor]
 

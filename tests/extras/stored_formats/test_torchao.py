@@ -66,12 +66,8 @@ for dtype in (torch.bfloat16, torch.float32):
 @pytest.mark.parametrize(
     "form",
     [
-        "int8",
-        "int8 in groups",
-        "int8 with zeros",
-        "int4 in bytes",
-        "float8",
-        "float8 with int8 in places",
+        *("int8", "int8 in groups", "int8 with zeros", "int4 in bytes"),
+        *("float8", "float8 with int8 in places"),
     ],
 )
 def test_weights_are_those_of_the_library(
