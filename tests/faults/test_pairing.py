@@ -39,15 +39,10 @@ class Machine:
     folder: Path
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*self.enter, *COMMAND, *words],
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
+        told = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+        told |= {"cwd": self.folder, "env": {**os.environ, "PYTHONUNBUFFERED": "1"}}
+        command = [*self.enter, *COMMAND, *words]
+        return subprocess.Popen(command, stderr=subprocess.STDOUT, **told)
 
     def run(self, *words: str) -> tuple[int, str]:
         process = self.start(*words)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +14,10 @@ from hetero_framework.core.spans import COMPUTE
 from hetero_framework.extras.observe.bottleneck import diagnose
 from hetero_framework.extras.observe.timeline import Trace, transfers
 from hetero_framework.extras.observe.trace_file import read_timeline
+from tests.samples import plan_of
+from tests.unit.data_helpers import write_jsonl
 
-INTERLEAVED = [
-    {"id": owner, "start": start, "end": start + 1}
-    for start, owner in enumerate(["local", 1, 2, "local", 1, 2])
-]
+INTERLEAVED = plan_of(("local", 1), (1, 2), (2, 3), ("local", 4), (1, 5), (2, 6))
 
 
 def check(trace: Trace, stages: int) -> None:
@@ -75,10 +73,8 @@ def test_run_writes_a_timeline(
     assert frames[1, "BACKWARD", 1, 0] == legs
     assert all(event.nbytes > 0 and event.dtype for event in trace.events if event.what)
     found = diagnose(trace)
-    assert [boundary.way for boundary in found.boundaries] == [
-        "direct",
-        "direct" if legs == 1 else "relay",
-    ]
+    far = "direct" if legs == 1 else "relay"
+    assert [boundary.way for boundary in found.boundaries] == ["direct", far]
     assert found.micro_batches == 4
     assert 0 < found.bound_s <= found.pipeline_s
     capsys.readouterr()
@@ -89,16 +85,10 @@ def test_run_writes_a_timeline(
 
 def test_interleaved_run_and_evaluation(losses: Callable[..., Any], tmp_path: Path) -> None:
     texts = {"train": str(tmp_path / "t.jsonl"), "eval": str(tmp_path / "t.jsonl")}
-    lines = [
-        json.dumps({"text": "the model trains on many machines " * (1 + i % 3)}) for i in range(24)
-    ]
-    (tmp_path / "t.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    training = {
-        "timeline_steps": -1,
-        "num_train_epochs": 2,
-        "eval_steps": 2,
-        "eval_strategy": "steps",
-    }
+    rows = [{"text": "the model trains on many machines " * (1 + i % 3)} for i in range(24)]
+    write_jsonl(tmp_path / "t.jsonl", rows)
+    training = {"timeline_steps": -1, "num_train_epochs": 2}
+    training |= {"eval_steps": 2, "eval_strategy": "steps"}
     losses([], shard_plan=INTERLEAVED, data={**texts, "max_length": 64}, training=training)
     trace = read_timeline(tmp_path / "run")
     assert trace.steps == list(range(6))

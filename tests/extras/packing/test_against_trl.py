@@ -59,20 +59,12 @@ def test_agrees_with_sft_trainer(losses, model_type, strategy, lora, tmp_path) -
     adapter = save_adapter(model, tmp_path / "adapter", **names) if lora else None
     packing = {"packing": True, "packing_strategy": strategy, "max_length": 48}
     training = {"num_train_epochs": 1, "per_device_train_batch_size": 2}
-
-    def ours(name: str, cuts: list[int]) -> list[tuple]:
-        return losses(
-            cuts,
-            name,
-            model={"name_or_path": str(model)},
-            data={"train": str(file), **packing},
-            training=training,
-            **({"adapter": {"init_from": str(adapter)}} if adapter else {}),
-        )
-
-    found = ours("run", [2, 4])
-    assert ours("alone", []) == found
-    assert ours("two", [3]) == found
+    sections = {"data": {"train": str(file), **packing}, "training": training}
+    sections |= {"model": {"name_or_path": str(model)}}
+    sections |= {"adapter": {"init_from": str(adapter)}} if adapter else {}
+    found = losses([2, 4], "run", **sections)
+    assert losses([], "alone", **sections) == found
+    assert losses([3], "two", **sections) == found
     theirs, trained = sft_run(model, file, tmp_path / "trl", adapter, **packing, **training)
     assert_agree(found, theirs)
     written = weights(tmp_path / "run")

@@ -102,14 +102,9 @@ def test_losses_metrics_and_weights_are_those_of_trl(
         **{"logging_steps": 1, "report_to": "none", "dataloader_pin_memory": False},
         **{"save_strategy": "no"},
     )
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    theirs = SFTTrainer(
-        stock_model(model),
-        arguments,
-        train_dataset=table,
-        eval_dataset=table,
-        processing_class=tokenizer,
-    )
+    sets = {"train_dataset": table, "eval_dataset": table}
+    sets["processing_class"] = AutoTokenizer.from_pretrained(model)
+    theirs = SFTTrainer(stock_model(model), arguments, **sets)
     theirs.train()
     history = theirs.state.log_history[:-1]
     found = lines(config.output_dir)

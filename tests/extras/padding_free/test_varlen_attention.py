@@ -88,12 +88,8 @@ def test_a_sample_in_a_row_equals_itself_alone_to_the_bit() -> None:
     query, key, value = tensors()
     row, _ = per_sample_attention(Layer(), query, key, value, None, position_ids=POSITIONS)
     part = slice(6, 15)
-    alone, _ = per_sample_attention(
-        Layer(),
-        *(t[:, :, part] for t in (query, key, value)),
-        None,
-        position_ids=POSITIONS[:, part],
-    )
+    own = [t[:, :, part] for t in (query, key, value)]
+    alone, _ = per_sample_attention(Layer(), *own, None, position_ids=POSITIONS[:, part])
     assert torch.equal(row[:, part], alone)
 
 

@@ -27,6 +27,7 @@ from hetero_framework.extras.pictures.image_chain import ImageConfig, ImagePart
 from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.verify.equivalence import compare
+from tests.samples import machines_here
 
 FORMS = {"input": ((3, 32, 32), "float32"), "target": ((), "int64")}
 _TEXTLIKE = {
@@ -152,14 +153,9 @@ def test_a_new_head_begins_at_random_and_a_lost_body_is_refused(tmp_path: Path) 
 
 
 def test_other_models_have_no_class_for_pictures(tmp_path: Any) -> None:
-    raw = {
-        "coordinator": {"ip": "127.0.0.1"},
-        "workers": [],
-        "shard_plan": [{"id": "local", "start": 0, "end": 2}],
-        "model": {"from_config": {"model_type": "llama"}},
-        "data": {"train": "train_set"},
-        "training": {"objective": "image-classification"},
-    }
+    model = {"from_config": {"model_type": "llama"}}
+    raw = {**machines_here(("local", 2)), "model": model, "data": {"train": "train_set"}}
+    raw["training"] = {"objective": "image-classification"}
     model = Config.from_dict(raw).model
     assert isinstance(model, ModelConfig)
     with pytest.raises(ArchitectureError, match="no class for image-classification of model type"):

@@ -104,13 +104,9 @@ def profiles_of_fleets(
                 head_backward_s=2 * head_s,
             )
         )
-    raw = raw_fleet(
-        devices,
-        layers=layers,
-        micro_batches=draw(st.integers(1, 8)),
-        speed=draw(st.sampled_from([1e7, 1e8, 1e9])),
-        direct=draw(st.booleans()),
-    )
+    settings = {"layers": layers, "micro_batches": draw(st.integers(1, 8))}
+    settings |= {"speed": draw(st.sampled_from([1e7, 1e8, 1e9])), "direct": draw(st.booleans())}
+    raw = raw_fleet(devices, **settings)
     for link in raw["links"] if uneven else ():
         link["bytes_per_s"] *= draw(st.sampled_from([0.1, 1.0, 1.3]))
         link["latency_s"] *= draw(st.sampled_from([1.0, 50.0]))

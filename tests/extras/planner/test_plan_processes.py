@@ -22,7 +22,7 @@ from hetero_framework.extras.planner import fleet, load_profile, plan_report, re
 from hetero_framework.extras.planner.plan_report import Wishes
 from hetero_framework.trainer.coordinator import train
 from tests.pools import Pool, read_metrics
-from tests.samples import DEVICE, free_ports
+from tests.samples import DEVICE, free_ports, plan_of
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
@@ -31,12 +31,8 @@ MACHINE = {"ip": "127.0.0.1", "device": DEVICE}
 
 @pytest.fixture
 def raw(pool: Pool, tmp_path: Path, llama: Path, texts: Path) -> dict[str, Any]:
-    return pool.config(
-        tmp_path / "run",
-        [1, 2],
-        model={"name_or_path": str(llama)},
-        data={"train": str(texts), "max_length": 64},
-    )
+    data = {"train": str(texts), "max_length": 64}
+    return pool.config(tmp_path / "run", [1, 2], model={"name_or_path": str(llama)}, data=data)
 
 
 @pytest.mark.long
@@ -75,13 +71,9 @@ def test_bench_predicts_the_configured_plan_and_leaves_no_trace(
     raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Coordinator, 1 and 2 with a link of their own, and 2 again, relayed to from 1."""
-    raw["shard_plan"] = [
-        {"id": "local", "start": 0, "end": 1},
-        {"id": 1, "start": 1, "end": 3},
-        {"id": 2, "start": 3, "end": 4, "links": "direct"},
-        {"id": 1, "start": 4, "end": 5},
-        {"id": 2, "start": 5, "end": 6, "links": "relay"},
-    ]
+    raw["shard_plan"] = plan_of(("local", 1), (1, 3), (2, 4), (1, 5), (2, 6))
+    for number, links in ((2, "direct"), (4, "relay")):
+        raw["shard_plan"][number]["links"] = links
     output, file = tmp_path / "run", tmp_path / "c.json"
     output.mkdir()
     (output / "metrics.jsonl").write_text("an earlier run's\n")

@@ -39,14 +39,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
 def ask(
     *, anew: bool = False, model: dict[str, Any] = LLAMA, **sections: Any
 ) -> remote_measurement.Measurement:
-    config = Config.from_dict(
-        {
-            "coordinator": {"ip": "127.0.0.1"},
-            "shard_plan": "auto",
-            "model": {"from_config": model, "tokenizer": "none"},
-            **sections,
-        }
-    )
+    raw = {"coordinator": {"ip": "127.0.0.1"}, "shard_plan": "auto", **sections}
+    config = Config.from_dict({**raw, "model": {"from_config": model, "tokenizer": "none"}})
     loaded = load_model_config(config.model, Path())
     return remote_measurement.model_costs(config, loaded, Device(), anew=anew)
 

@@ -111,13 +111,9 @@ def trl(config: Config, output: Path, adapter: Path | None = None) -> Any:
         **{"report_to": "none", "use_cpu": True, "disable_tqdm": True},
         dataloader_pin_memory=False,
     )
-    trainer = trainer_class(
-        stock_model(Path(model), adapter),
-        args=arguments,
-        train_dataset=rows,
-        eval_dataset=rows if data.eval else None,
-        processing_class=tokenizer,
-    )
+    sets = {"train_dataset": rows, "eval_dataset": rows if data.eval else None}
+    whole = stock_model(Path(model), adapter)
+    trainer = trainer_class(whole, args=arguments, processing_class=tokenizer, **sets)
     trainer.train()
     return trainer
 

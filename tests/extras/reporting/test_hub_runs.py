@@ -41,14 +41,9 @@ def configuration(tmp_path: Path, llama: Path, texts: Path) -> Path:
 def train(file: Path, **environment: str) -> tuple[int, str]:
     """Exit code and output of the command."""
     command = [sys.executable, "-m", "hetero_framework", "train", "--config", str(file)]
-    done = subprocess.run(
-        [*command, "--import", str(file.with_name("watch.py"))],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command += ["--import", str(file.with_name("watch.py"))]
+    told = {"capture_output": True, "text": True, "timeout": 240}
+    done = subprocess.run(command, env={**os.environ, **environment}, **told)
     return done.returncode, done.stdout + done.stderr
 
 

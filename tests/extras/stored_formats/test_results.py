@@ -41,19 +41,13 @@ def test_quantising_anew_is_bitsandbytes_quantisation_of_the_full_weights(
     kind: str, tmp_path: Path
 ) -> None:
     stored, full = saved("fp8 by row", tmp_path)
-    how = (
-        BitsAndBytesConfig(load_in_8bit=True)
-        if kind == "int8"
-        else BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.float32,
-        )
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    nf4 |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+    how = {"device_map": {"": "cpu"}}
+    how["quantization_config"] = BitsAndBytesConfig(
+        **({"load_in_8bit": True} if kind == "int8" else nf4)
     )
-    whole = AutoModelForCausalLM.from_pretrained(
-        full, quantization_config=how, device_map={"": "cpu"}
-    )
+    whole = AutoModelForCausalLM.from_pretrained(full, **how)
     keep_unpacked(whole)
     expected, held = packed(whole), {}
     for shard in shards(stored, 0, 2, 6, attach=False, quantization=kind):

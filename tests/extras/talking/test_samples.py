@@ -17,7 +17,7 @@ from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.trainer.coordinator import train
 from tests.cases import seldom
 from tests.integration.test_parity import assert_same, weights
-from tests.samples import save_tiny
+from tests.samples import plan_of, save_tiny
 
 pytestmark = pytest.mark.xdist_group("pool")
 
@@ -65,32 +65,20 @@ def test_greedy_samples_are_those_of_generate(model_type, pool, texts, tmp_path)
     model = save_tiny(model_type, tmp_path / "model")
     layers = introspect(tiny_config(model_type)).num_layers
     third = max(1, layers // 3)
-    between = [
-        {"id": owner, "start": start, "end": end}
-        for owner, start, end in zip(
-            ("local", 1, "local", 1),
-            (0, third, layers // 2, layers - 1),
-            (third, layers // 2, layers - 1, layers),
-            strict=True,
-        )
-        if start < end
-    ]
+    ends = zip(("local", 1, "local", 1), (third, layers // 2, layers - 1, layers), strict=True)
+    between = [entry for entry in plan_of(*ends) if entry["start"] < entry["end"]]
     ways: dict[str, Any] = {
         "whole": {"cuts": []},
         "two": {"cuts": [layers // 2]},
         "three": {"cuts": sorted({third, layers - 1})},
         "interleaved": {"cuts": [], "shard_plan": between},
     }
+    sections = {
+        **{"model": {"name_or_path": str(model)}, "training": {**TRAINING, **SAMPLING}},
+        "data": {"train": str(texts), "max_length": 64},
+    }
     for name, way in ways.items():
-        raw = pool.config(
-            tmp_path / name,
-            way.pop("cuts"),
-            layers,
-            model={"name_or_path": str(model)},
-            data={"train": str(texts), "max_length": 64},
-            training={**TRAINING, **SAMPLING},
-            **way,
-        )
+        raw = pool.config(tmp_path / name, way.pop("cuts"), layers, **sections, **way)
         train(Config.from_dict(raw))
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
     expected = generated(trained, AutoTokenizer.from_pretrained(tmp_path / "whole" / "model"))

@@ -142,13 +142,9 @@ def pressing(browser: Browser) -> Callable[[str], None]:
 
 def test_each_button_does_what_it_says(browser, pressing, pool, llama, texts, tmp_path) -> None:
     training = {"max_steps": 300, "save_strategy": "no", "page": True, "sample_prompts": [HOSTILE]}
-    raw = pool.config(
-        tmp_path / "run",
-        [2, 4],
-        model={"name_or_path": str(llama)},
-        data={"train": str(texts), "max_length": 64},
-        training=training,
-    )
+    data = {"train": str(texts), "max_length": 64}
+    sections = {"model": {"name_or_path": str(llama)}, "data": data, "training": training}
+    raw = pool.config(tmp_path / "run", [2, 4], **sections)
 
     def saved() -> set[str]:
         return {place.name for place in (tmp_path / "run" / "checkpoints").glob("step_*")}

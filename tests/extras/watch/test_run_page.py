@@ -26,12 +26,9 @@ LORA = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-lin
 @pytest.fixture
 def config(pool, llama, texts, tmp_path):
     def made(name: str, cuts: tuple[int, ...] = (2, 4), **training: Any) -> dict[str, Any]:
-        sections = {
-            "model": {"name_or_path": str(llama)},
-            "data": {"train": str(texts), "max_length": 64},
-            "adapter": LORA,
-        }
-        return pool.config(tmp_path / name, [*cuts], training={**TRAINING, **training}, **sections)
+        sections = {"data": {"train": str(texts), "max_length": 64}, "adapter": LORA}
+        sections |= {"model": {"name_or_path": str(llama)}, "training": {**TRAINING, **training}}
+        return pool.config(tmp_path / name, [*cuts], **sections)
 
     return made
 
@@ -152,11 +149,8 @@ def test_the_page_tells_what_the_run_is(config, tmp_path) -> None:
     assert (found["total"], found["unit"], found["steers"]) == (12, "tokens", True)
     machines = found["machines"]
     assert [machine["owner"] for machine in machines] == ["local", 1, 2]
-    assert [machine["layers"] for machine in machines] == [
-        ["layers 0-1"],
-        ["layers 2-3"],
-        ["layers 4-5"],
-    ]
+    layers = [machine["layers"] for machine in machines]
+    assert layers == [["layers 0-1"], ["layers 2-3"], ["layers 4-5"]]
     assert all(machine["device"] and machine["memory"] > 0 for machine in machines)
     flow = found["flow"]
     assert flow["step"] >= 10
