@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from benchmarks.network import Network, open_network
 from tests import sshd
 from tests.faults import networked
 from tests.integration.test_parity import LORA
-from tests.samples import save_llama, save_texts
+from tests.samples import plan_of, save_llama, save_texts
 
 WHY = networked.needs()
 NO_SSH = sshd.needs()
@@ -50,14 +49,11 @@ def soon(is_so: Callable[[], object], otherwise: Callable[[], str]) -> None:
 def configuration(at: Path, machines: list[dict[str, Any]]) -> Path:
     """A configuration of this coordinator and these workers, and a program `hetero` beside it."""
     workers = [{**machine, "id": k} for k, machine in enumerate(machines)][1:]
-    bounds = [0, 3, 6] if len(workers) == 1 else [0, 2, 4, 6]
+    ends = [3, 6] if len(workers) == 1 else [2, 4, 6]
     raw = {
         "coordinator": machines[0],
         "workers": workers,
-        "shard_plan": [
-            {"id": k or "local", "start": start, "end": end}
-            for k, (start, end) in enumerate(pairwise(bounds))
-        ],
+        "shard_plan": plan_of(*((k or "local", end) for k, end in enumerate(ends))),
         "model": {"name_or_path": str(save_llama(at / "llama"))},
         "adapter": LORA,
         "data": {"train": str(save_texts(at / "texts.json", 32)), "max_length": 64},

@@ -27,7 +27,7 @@ from hetero_framework.security.access import KeyOptions
 from tests.certificates import keys_of
 from tests.faults import networked
 from tests.integration.test_parity import LORA
-from tests.samples import save_llama, save_texts
+from tests.samples import plan_of, save_llama, save_texts
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300), pytest.mark.xdist_group("recipes")]
 
@@ -118,21 +118,14 @@ class Net:
 
     def config(self, coordinator: str, *workers: Raw) -> Raw:
         """A configuration that gives all machines layers."""
-        bounds = [0, 2, 4, 6][: len(workers) + 1] + [6] * (len(workers) < 3)
-        raw: Raw = {
+        machine, ends = {"device": "cpu", "num_threads": 1}, [2, 4, 6][: len(workers)] + [6]
+        return {
             **self._base,
-            "coordinator": {"ip": coordinator, "port": 9998, "device": "cpu", "num_threads": 1},
-            "workers": [
-                {"id": k, "device": "cpu", "num_threads": 1, **worker}
-                for k, worker in enumerate(workers, 1)
-            ],
-            "shard_plan": [
-                {"id": k or "local", "start": bounds[k], "end": bounds[k + 1]}
-                for k in range(len(workers) + 1)
-            ],
+            "coordinator": {"ip": coordinator, "port": 9998, **machine},
+            "workers": [{"id": k, **machine, **worker} for k, worker in enumerate(workers, 1)],
+            "shard_plan": plan_of(*((k or "local", end) for k, end in enumerate(ends))),
             "training": {**networked.TRAINING, "max_steps": 3, "output_dir": str(self.at / "run")},
         }
-        return raw
 
     def doctor(self, machine: Machine, raw: Raw, worker_id: int | None = None) -> set[str]:
         """The lines of `hetero doctor --config` there."""

@@ -231,14 +231,10 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Pla
     keys = ["--keys", str(make_keys(tmp_path, 1))] if request.param else []
     logs.mkdir()
     command = [sys.executable, "-m", "hetero_framework", "worker", "--keep", "--supervised"]
+    command += ["--config", str(config), "--worker-id", "1", *keys]
     with (logs / "screen").open("wb") as screen:
-        process = subprocess.Popen(
-            [*command, "--config", str(config), "--worker-id", "1", *keys],
-            stdin=subprocess.PIPE,
-            stdout=screen,
-            stderr=subprocess.STDOUT,
-            cwd=logs,
-        )
+        told = {"stdin": subprocess.PIPE, "stdout": screen, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=logs, **told)
         try:
             place = Place("127.0.0.1", settings["workers"][0]["port"], "lo")
             while (sock := connect(place)) is None:

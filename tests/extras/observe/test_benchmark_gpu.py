@@ -194,17 +194,14 @@ def test_hidden_share_counts_only_the_own_process() -> None:
     def event(kind: str, process: int, began: float, ended: float) -> TraceEvent:
         return TraceEvent(kind, process, process, 0, 1, began, ended)
 
-    trace = Trace(
-        (Process("local", "coordinator"), Process(1, "worker 1")),
-        (StageInfo(0, 0, 1), StageInfo(1, 1, 2)),
-        (
-            event("forward", 0, 0.0, 1.0),
-            event("send", 0, 0.5, 1.5),  # half of it hidden
-            event("receive", 1, 0.5, 1.5),  # its own process computes later
-            event("forward_backward", 1, 1.5, 3.0),
-        ),
-        {},
+    processes = (Process("local", "coordinator"), Process(1, "worker 1"))
+    events = (
+        event("forward", 0, 0.0, 1.0),
+        event("send", 0, 0.5, 1.5),  # half of it hidden
+        event("receive", 1, 0.5, 1.5),  # its own process computes later
+        event("forward_backward", 1, 1.5, 3.0),
     )
+    trace = Trace(processes, (StageInfo(0, 0, 1), StageInfo(1, 1, 2)), events, {})
     assert hidden_share(trace) == pytest.approx(0.25)
     idle = Trace(trace.processes, trace.stages, trace.events[:1], {})
     assert hidden_share(idle) != hidden_share(idle)  # nan

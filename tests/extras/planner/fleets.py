@@ -91,19 +91,12 @@ def profiles_of_fleets(
         memory = draw(st.floats(least, 2 * GB * layers)) if tight else 1000 * GB
         head_s = draw(st.integers(0, 5)) / 1000
         scales = [draw(st.sampled_from([1.0, 1.1, 2.0])) if uneven else 1.0 for _ in range(layers)]
-        devices.append(
-            device(
-                k or "local",
-                memory_bytes=memory,
-                layer_forward_s=[scale * forward_s for scale in scales],
-                layer_backward_s=[
-                    2 * scale * forward_s * (layer >= frozen) for layer, scale in enumerate(scales)
-                ],
-                layer_recompute_s=forward_s,
-                head_forward_s=head_s,
-                head_backward_s=2 * head_s,
-            )
-        )
+        forward = [scale * forward_s for scale in scales]
+        backward = [2 * seconds * (layer >= frozen) for layer, seconds in enumerate(forward)]
+        times = {"layer_forward_s": forward, "layer_backward_s": backward}
+        times |= {"head_forward_s": head_s, "head_backward_s": 2 * head_s}
+        times["layer_recompute_s"] = forward_s
+        devices.append(device(k or "local", memory_bytes=memory, **times))
     settings = {"layers": layers, "micro_batches": draw(st.integers(1, 8))}
     settings |= {"speed": draw(st.sampled_from([1e7, 1e8, 1e9])), "direct": draw(st.booleans())}
     raw = raw_fleet(devices, **settings)

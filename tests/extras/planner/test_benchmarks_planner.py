@@ -46,11 +46,8 @@ def test_all_layouts_are_enumerated() -> None:
 
 def test_best_of_all_is_the_least_step_of_all_layouts() -> None:
     fleet = Fleet(fleet_of(device("local"), device(1, layer_forward_s=0.004), speed=3e7))
-    steps = [
-        found.seconds
-        for layout in all_layouts(fleet, 1e9)
-        if (found := evaluated(fleet, layout)) is not None
-    ]
+    found = [evaluated(fleet, layout) for layout in all_layouts(fleet, 1e9)]
+    steps = [one.seconds for one in found if one is not None]
     assert best_of_all(fleet, 1e9)[0] == min(steps)
     assert best_of_all(fleet, 0.5 * min(steps)) == (0.5 * min(steps), 0)
 
@@ -79,15 +76,11 @@ def test_published_measurements_are_predicted() -> None:
 
 
 def test_fitting_recovers_the_numbers() -> None:
-    rows = [
-        {
-            "micro_batches": m,
-            "layers": layers,
-            "iteration_ms": m * (layers / 2 * 3.0 + 7.0) + layers / 2 * 3.0 + 11.0,
-        }
-        for m in (2, 4, 8)
-        for layers in (12, 16)
-    ]
+    def row(m: int, layers: int) -> dict[str, float]:
+        took_ms = m * (layers / 2 * 3.0 + 7.0) + layers / 2 * 3.0 + 11.0
+        return {"micro_batches": m, "layers": layers, "iteration_ms": took_ms}
+
+    rows = [row(m, layers) for m in (2, 4, 8) for layers in (12, 16)]
     assert fitted(rows) == pytest.approx([3.0, 7.0, 11.0])
 
 

@@ -15,7 +15,7 @@ from hetero_framework.extras.planner import measuring
 from hetero_framework.extras.planner.measuring import ModelCost, measure
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import tiny_config
-from tests.samples import save_llama
+from tests.samples import machines_here, plan_of, save_llama
 
 ROWS, TOKENS = 2, 16
 LAYERS, HIDDEN = 3, 32
@@ -34,18 +34,10 @@ def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def cost(
     tmp_path: Path, model: dict[str, Any], owner: int | str = "local", **sections: Any
 ) -> ModelCost:
-    config = Config.from_dict(
-        {
-            "coordinator": {"ip": "127.0.0.1"},
-            "workers": [],
-            "shard_plan": [{"id": "local", "start": 0, "end": LAYERS}],
-            "model": model,
-            "data": {"train": "none.jsonl", "max_length": TOKENS},
-            "training": {"per_device_train_batch_size": ROWS, "gradient_accumulation_steps": 1},
-            **sections,
-        },
-        tmp_path,
-    )
+    training = {"per_device_train_batch_size": ROWS, "gradient_accumulation_steps": 1}
+    data = {"train": "none.jsonl", "max_length": TOKENS}
+    raw = {**machines_here(("local", LAYERS)), "model": model, "data": data, "training": training}
+    config = Config.from_dict({**raw, **sections}, tmp_path)
     model_config = load_model_config(config.model, config.base_dir)
     found = measure(config.held_by(owner), model_config, open_device("cpu"), part_s=0.0)
     assert ModelCost.from_dict(json.loads(json.dumps(found.to_dict()))) == found
@@ -81,7 +73,7 @@ def test_training_of_pairs_is_measured_without_a_reference(objective: str, tmp_p
 
 def test_layers_that_receive_more_than_the_hidden_state_are_measured(tmp_path: Path) -> None:
     fields = {**tiny_config("gemma3n_text").to_dict(), "dtype": "float32"}
-    sections = {"shard_plan": [{"id": "local", "start": 0, "end": 6}], "adapter": LORA}
+    sections = {"shard_plan": plan_of(("local", 6)), "adapter": LORA}
     found = cost(tmp_path, {"from_config": fields, "tokenizer": "none"}, **sections)
     assert all(layer.backward_s > 0 for layer in found.layers.values())
 
@@ -129,7 +121,7 @@ def test_quantised_layers_are_measured_as_such_without_the_models_weights(
     assert found.layers[0].forward_s > 0
     assert torch.uint8 in seen
     machine = {"ip": "127.0.0.1", "quantization": "none"}
-    plan = [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": LAYERS}]
+    plan = plan_of(("local", 1), (1, LAYERS))
     mixed = {"adapter": LORA, "coordinator": machine, "shard_plan": plan}
     seen.clear()
     cost(tmp_path, model, workers=[{"id": 1, "ip": "b"}], **mixed)

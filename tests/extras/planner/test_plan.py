@@ -14,6 +14,7 @@ from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.extras.planner import result
 from hetero_framework.extras.planner.plan_report import held_text, write_plan
 from tests.extras.planner.fleets import GB, device, raw_fleet
+from tests.samples import plan_of
 
 Planned = Callable[..., dict[str, Any]]
 
@@ -47,9 +48,8 @@ def test_plan_prints_json_that_evaluate_reads(planned: Planned) -> None:
 
 
 def test_evaluate_reads_a_configuration(planned: Planned) -> None:
-    entries = [{"id": "local", "start": 0, "end": 4}, {"id": "box", "start": 4, "end": 8}]
     training = {"gradient_checkpointing": True, "max_in_flight": 3}
-    raw = {"shard_plan": entries, "training": training}
+    raw = {"shard_plan": plan_of(("local", 4), ("box", 8)), "training": training}
     Path("hetero_config.json").write_text(json.dumps(raw), encoding="utf-8")
     found = planned("--evaluate", "hetero_config.json")
     assert found["max_in_flight"] == 3
@@ -114,20 +114,16 @@ def test_a_wrong_plan_file_ends_with_2(
     assert said in capsys.readouterr().err
 
 
+HERE = {"ip": "127.0.0.1"}
 SETTINGS = {
     "training": {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2},
-    "coordinator": {"ip": "127.0.0.1"},
-    "workers": [
-        {"id": 1, "ip": "127.0.0.1", "port": 9001},
-        {"id": "box", "ip": "127.0.0.1", "port": 9002},
-    ],
-    "shard_plan": [{"id": "local", "start": 0, "end": 8}],
-    "links": "relay",
+    "coordinator": HERE,
+    "workers": [{"id": 1, **HERE, "port": 9001}, {"id": "box", **HERE, "port": 9002}],
+    **{"shard_plan": plan_of(("local", 8)), "links": "relay"},
 }
 FOUND = {
-    "shard_plan": [{"id": "local", "start": 0, "end": 3}, {"id": "box", "start": 3, "end": 8}],
-    "gradient_checkpointing": {"0": False, "1": True},
-    "changes": {},
+    "shard_plan": plan_of(("local", 3), ("box", 8)),
+    **{"gradient_checkpointing": {"0": False, "1": True}, "changes": {}},
 }
 
 

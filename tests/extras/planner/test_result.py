@@ -63,13 +63,10 @@ FLEET = fleet_of(device("local"), device(1))
 
 
 def config(folder: Path, **training: Any) -> Config:
-    raw = {
-        "coordinator": {"ip": "127.0.0.1", "port": 9998},
-        "workers": [{"id": 1, "ip": "127.0.0.1", "port": 9999}],
-        "shard_plan": PLAN,
-        "model": {"name_or_path": "model"},
-        "training": {"output_dir": str(folder / "run"), **training},
-    }
+    training = {"output_dir": str(folder / "run"), **training}
+    worker = {"id": 1, "ip": "127.0.0.1", "port": 9999}
+    raw = {"coordinator": {"ip": "127.0.0.1", "port": 9998}, "workers": [worker]}
+    raw |= {"shard_plan": PLAN, "model": {"name_or_path": "model"}, "training": training}
     return Config.from_dict(raw)
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from hetero_framework.config import Config
 from hetero_framework.extras.planner.work import ModelWork, model_work
 from hetero_framework.models.cut.shard import load_model_config
+from tests.samples import machines_here
 
 ROWS, TOKENS, LAYERS = 2, 64, 4
 LLAMA = {
@@ -25,16 +26,10 @@ LATE = {"r": 4, "target_modules": ["q_proj"], "layers_to_transform": [2, 3]}
 
 
 def config_of(fields: dict[str, Any], **sections: Any) -> Config:
-    return Config.from_dict(
-        {
-            "coordinator": {"ip": "127.0.0.1"},
-            "shard_plan": [{"id": "local", "start": 0, "end": LAYERS}],
-            "model": {"from_config": fields, "tokenizer": "none"},
-            "training": {"per_device_train_batch_size": ROWS, **sections.pop("training", {})},
-            "data": {"train": "none", "max_length": TOKENS},
-            **sections,
-        }
-    )
+    training = {"per_device_train_batch_size": ROWS, **sections.pop("training", {})}
+    data = {"train": "none", "max_length": TOKENS}
+    raw = {**machines_here(("local", LAYERS)), "data": data, "training": training, **sections}
+    return Config.from_dict({**raw, "model": {"from_config": fields, "tokenizer": "none"}})
 
 
 def work_of(config: Config) -> ModelWork:

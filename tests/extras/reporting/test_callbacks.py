@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +76,7 @@ EVENTS = (
 )
 """Of a training; on_predict and on_push_begin are others'."""
 for _event in EVENTS:
-    setattr(
-        Recorder,
-        _event,
-        lambda self, args, state, control, event=_event, **kwargs: self.note(
-            event, args, state, control, **kwargs
-        ),
-    )
+    setattr(Recorder, _event, partialmethod(Recorder.note, _event))
 
 
 def theirs(config: Config, output: Path, *told: TrainerCallback, **functions: Any) -> Trainer:
@@ -320,21 +314,18 @@ def test_what_was_due_when_a_run_was_killed_is_done_when_it_goes_on(
     assert steps_of(again) == steps_of(whole) == ({2} if stops else {2, 4})
 
 
+EACH = {"eval_steps": 1, "save_steps": 1}
 BEST: dict[str, dict[str, Any]] = {
     "saved_less_often": {"eval_steps": 1, "save_steps": 3, "save_total_limit": 2},
-    "one_is_kept": {"eval_steps": 1, "save_steps": 1, "save_total_limit": 1},
+    "one_is_kept": {**EACH, "save_total_limit": 1},
     "by_epoch": {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 2},
     "only_the_best": {"eval_steps": 1, "save_strategy": "best", "save_total_limit": 1},
     "stopped_by_a_threshold": {
-        **{"eval_steps": 1, "save_steps": 1, "early_stopping_patience": 1},
-        "early_stopping_threshold": 0.2,
+        **EACH,
+        **{"early_stopping_patience": 1, "early_stopping_threshold": 0.2},
     },
-    "the_worst_after_the_third": {
-        **{"eval_steps": 1, "save_steps": 1, "eval_delay": 3, "greater_is_better": True}
-    },
-    "not_saved": {
-        **{"eval_steps": 1, "save_steps": 1, "greater_is_better": True, "save_total_limit": 2}
-    },
+    "the_worst_after_the_third": {**EACH, "eval_delay": 3, "greater_is_better": True},
+    "not_saved": {**EACH, "greater_is_better": True, "save_total_limit": 2},
 }
 
 

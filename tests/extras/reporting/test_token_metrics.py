@@ -52,13 +52,10 @@ def sft_state(config: Config, output: Path) -> TrainerState:
     given[off if off in known else "gradient_checkpointing"] = False
     rows = datasets.Dataset.from_list(read_rows(Path(str(config.data.train))))
     model = str(config.model.name_or_path)
+    told = {name: value for name, value in given.items() if name in known}
     trainer = SFTTrainer(
         AutoModelForCausalLM.from_pretrained(model),
-        SFTConfig(
-            **{name: value for name, value in given.items() if name in known},
-            use_cpu=True,
-            disable_tqdm=True,
-        ),
+        SFTConfig(**told, use_cpu=True, disable_tqdm=True),
         train_dataset=rows,
         eval_dataset=rows if config.data.eval else None,
         processing_class=AutoTokenizer.from_pretrained(model),

@@ -14,20 +14,10 @@ from tests.samples import machines_here, save_llama
 
 
 def test_verify_uses_the_plan_of_a_configuration(tmp_path: Path) -> None:
-    fields = tiny_config("llama").to_dict()
-    config = Config.from_dict(
-        {
-            "version": "1",
-            "coordinator": {"hostname": "a", "ip": "127.0.0.1"},
-            "workers": [{"id": 1, "hostname": "a", "ip": "127.0.0.1", "port": 9871}],
-            "shard_plan": [
-                {"id": "local", "start": 0, "end": 2},
-                {"id": 1, "start": 2, "end": 6, "is_last": True},
-            ],
-            "model": {"from_config": {k: v for k, v in fields.items() if k != "dtype"}},
-        },
-        tmp_path,
-    )
+    fields = {k: v for k, v in tiny_config("llama").to_dict().items() if k != "dtype"}
+    raw = {"version": "1", **machines_here(("local", 2), (1, 6)), "model": {"from_config": fields}}
+    raw["shard_plan"][1]["is_last"] = True
+    config = Config.from_dict(raw, tmp_path)
     result = verify_model(config)
     assert [(s.start, s.end) for s in result.stages] == [(0, 2), (2, 6)]
     other = verify_model(config, cuts=[1, 5])
