@@ -34,9 +34,7 @@ def test_a_few_event_pairs_end_with_the_undisturbed_result(tmp_path: Path) -> No
 @pytest.mark.faults
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("state", STATES)
-def test_every_event_pair_ends_with_the_undisturbed_result(
-    state: str, tmp_path: Path, figure: Any
-) -> None:
+def test_every_event_pair_ends_with_the_undisturbed_result(state: str, tmp_path, figure) -> None:
     found = swept(tmp_path, [f"{state}/{event}" for event in EVENTS])
     longest = max(one["s"] for one in found)
     figure(f"{', '.join(EVENTS)} while {state}", f"bit-equal, <= {longest:.0f} s", "bit-equal")

@@ -75,9 +75,7 @@ def running(request: pytest.FixtureRequest, place: Path) -> Iterator[Victims]:
 
 
 @pytest.mark.parametrize("who", ["worker", "coordinator"])
-def test_f16_a_process_that_stands_still_for_30_s_changes_nothing(
-    who: str, running: Victims, whole: dict[str, Any]
-) -> None:
+def test_f16_a_process_that_stands_still_for_30_s_changes_nothing(who: str, running, whole) -> None:
     """A worker is taken for dead and started again; a coordinator finds its workers waiting."""
     pids = [running.train.process.pid] if who == "coordinator" else []
     (process,) = map(psutil.Process, pids or [worker.pid for worker in running.workers()])
@@ -91,9 +89,7 @@ def test_f16_a_process_that_stands_still_for_30_s_changes_nothing(
     assert different(found(running.output), whole) == []
 
 
-def test_f28_a_clock_that_jumps_forward_and_back_changes_nothing(
-    place: Path, whole: dict[str, Any]
-) -> None:
+def test_f28_a_clock_that_jumps_forward_and_back_changes_nothing(place, whole) -> None:
     """By a day, in all processes of the run."""
     offset, site = place / "offset", place / "site"
     site.mkdir()

@@ -59,9 +59,7 @@ def losses(output: Path) -> list[str]:
     return [e["what"] for e in events(output) if "lost" in e["what"]]
 
 
-def test_f10_a_pulled_cable_is_noticed_at_both_ends_and_recovered(
-    cluster: Cluster, whole: Path, figure
-) -> None:
+def test_f10_a_pulled_cable_is_noticed_at_both_ends_and_recovered(cluster, whole, figure) -> None:
     """Without a word from the network: neither end is told."""
     with cluster.run("f10") as run:
         run.after_step(3)
@@ -77,9 +75,7 @@ def test_f10_a_pulled_cable_is_noticed_at_both_ends_and_recovered(
 
 
 @pytest.mark.parametrize("way", ["to the worker", "from the worker"])
-def test_f12_one_lost_direction_is_noticed_and_recovered(
-    way: str, cluster: Cluster, whole: Path, figure
-) -> None:
+def test_f12_one_lost_direction_is_noticed_and_recovered(way: str, cluster, whole, figure) -> None:
     ends = (0, 1) if way == "to the worker" else (1, 0)
     with cluster.run(f"f12 {way}") as run:
         run.after_step(3)
@@ -134,9 +130,7 @@ def test_f14_lost_packets_only_cost_time(cluster: Cluster, whole: Path, figure) 
     assert_same_run(run.output, whole)
 
 
-def test_f16_a_process_that_stands_still_for_5_s_is_waited_for(
-    cluster: Cluster, whole: Path, figure
-) -> None:
+def test_f16_a_process_that_stands_still_for_5_s_is_waited_for(cluster, whole, figure) -> None:
     with cluster.run("f16") as run:
         run.after_step(3)
         coordinator = psutil.Process(run.child.pid)
@@ -151,9 +145,7 @@ def test_f16_a_process_that_stands_still_for_5_s_is_waited_for(
     assert_same_run(run.output, whole)
 
 
-def test_a_network_that_drops_large_packets_costs_time_and_is_reported(
-    cluster: Cluster, whole: Path
-) -> None:
+def test_a_network_that_drops_large_packets_costs_time_and_is_reported(cluster, whole) -> None:
     """Links break and come about again; after the second loss they have small packets."""
     with cluster.run("mtu", links="relay") as run:
         run.after_step(2)

@@ -11,11 +11,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -79,9 +78,7 @@ def test_the_commands_are_those_of_the_readme() -> None:
 
 
 @skipped
-def test_three_machines_pair_and_train(
-    machines: Any, figure: Callable[[str, str, str], None]
-) -> None:
+def test_three_machines_pair_and_train(machines, figure) -> None:
     network, (coordinator, *boxes) = machines
     began = time.monotonic()
     addresses = [place.address for place in network.places]

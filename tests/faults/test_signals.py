@@ -160,9 +160,7 @@ SIGNALS = 3 * [signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", 1)]
 
 
 @pytest.mark.parametrize(("phase", "number"), [*zip(PHASES, SIGNALS, strict=False)])
-def test_coordinator_is_stopped(
-    phase: str, number: signal.Signals, made: Any, whole: bytes, figure: Any
-) -> None:
+def test_coordinator_is_stopped(phase: str, number: signal.Signals, made, whole, figure) -> None:
     site: Site = made(f"coordinator {phase}")
     text, failpoint = PHASES[phase]
     process = site.coordinator(failpoint)

@@ -24,9 +24,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_without_a_gpu_every_check_is_skipped_and_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_every_check_is_skipped_and_says_so(capsys, monkeypatch) -> None:
     monkeypatch.setattr(gpu_checks, "open_device", lambda name: Device())
     assert gpu.main(["--here"]) == 0
     results = printed(capsys)
@@ -42,9 +40,7 @@ def test_unknown_device_and_check_are_named(capsys: pytest.CaptureFixture[str]) 
     assert "no such check: parity" in capsys.readouterr().err
 
 
-def test_missing_packages_are_named_with_wheels_to_bring(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_packages_are_named_with_wheels_to_bring(capsys, monkeypatch) -> None:
     monkeypatch.setitem(gpu._PACKAGES, "no_such_package", "no-such-package")
     assert gpu.main([]) == 2
     reason = printed(capsys)[0]["reason"]
@@ -93,9 +89,7 @@ def test_a_check_that_ends_its_process_ends_no_other(monkeypatch: pytest.MonkeyP
     assert "exit code 134" in results[1]["reason"]
 
 
-def test_a_device_that_failed_for_good_is_left_to_a_new_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_device_that_failed_for_good_is_left_to_a_new_process(monkeypatch) -> None:
     shown = supervised(monkeypatch, "done(names[0], ok=False)", THREE)
     assert [line.get("check") for line in shown if "check" in line] == THREE.split(",")
     assert sum("device" in line for line in shown) == 3

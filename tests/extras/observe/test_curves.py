@@ -93,9 +93,7 @@ def test_values_over_several_decades_are_drawn_by_their_logarithm(tmp_path: Path
     assert "1" in [text.get_text() for text in made.axes[0].get_yticklabels()]  # not $10^{0}$
 
 
-def test_plot_draws_one_run_beside_it_and_several_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plot_draws_one_run_beside_it_and_several_here(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     save_run(tmp_path / "a", [2.0, 1.0])
     save_run(tmp_path / "b", [2.0], every=1)

@@ -172,9 +172,7 @@ def test_long_names_are_wrapped_and_no_character_is_lost() -> None:
 
 @needs_dot
 @every_config
-def test_graphviz_shows_every_text_and_warns_of_nothing(
-    config: Config, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_graphviz_shows_every_text_and_warns_of_nothing(config, recwarn) -> None:
     diagram = Diagram.of(config, DETAILS)
     drawn = subprocess.run(
         ["dot", "-Tsvg"], input=to_dot(diagram).source.encode(), capture_output=True, check=True
@@ -254,9 +252,7 @@ def no_dot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("format", ["png", "svg", "pdf"])
-def test_with_dot_the_diagram_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
-) -> None:
+def test_with_dot_the_diagram_is_written(tmp_path, monkeypatch, format: str) -> None:
     asked: dict[str, Any] = {}
 
     def pipe(self: graphviz.Digraph, **kwargs: Any) -> bytes:
@@ -281,9 +277,7 @@ def test_dot_draws_every_plan(tmp_path: Path, format: str, magic: bytes) -> None
 @pytest.mark.parametrize(
     ("format", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")]
 )
-def test_without_dot_matplotlib_draws(
-    tmp_path: Path, format: str, magic: bytes, logged: list[str]
-) -> None:
+def test_without_dot_matplotlib_draws(tmp_path, format: str, magic: bytes, logged) -> None:
     path = draw(THREE, tmp_path / f"picture.{format}", format)
     assert path == tmp_path / f"picture.{format}"
     assert path.read_bytes().startswith(magic)
@@ -365,9 +359,7 @@ def test_without_dot_and_matplotlib_mermaid_is_written(
     assert "picture.mmd" in logged[0]
 
 
-def test_a_failing_dot_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
-) -> None:
+def test_a_failing_dot_is_reported(tmp_path, monkeypatch, logged) -> None:
     replace_pipe(monkeypatch, subprocess.CalledProcessError(1, "dot"))
     assert draw(THREE, tmp_path / "a.png").suffix == ".png"
     assert "Graphviz failed" in logged[0]

@@ -35,9 +35,7 @@ def test_an_error_that_ends_a_run_is_not_replaced_by_its_timelines(alone: Alone)
             file.close(failed)
 
 
-def test_a_run_goes_on_where_its_curves_cannot_be_drawn(
-    alone: Alone, logged: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_where_its_curves_cannot_be_drawn(alone, logged, monkeypatch) -> None:
     config = alone(training={"visualize": True})
     curves, metrics = config.output_dir / "curves.png", config.output_dir / "metrics.jsonl"
     drawn = RunPictures(watched(config))

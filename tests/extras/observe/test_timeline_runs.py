@@ -54,9 +54,7 @@ def check(trace: Trace, stages: int) -> None:
 
 
 @pytest.mark.parametrize("links", ["relay", "auto"])
-def test_run_writes_a_timeline(
-    losses: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], links: str
-) -> None:
+def test_run_writes_a_timeline(losses, tmp_path, capsys, links: str) -> None:
     drawn = {"visualize": True, "visualization_format": "mmd"}
     losses([2, 4], links=links, training=drawn)
     # The diagram says what the links turned out to be.

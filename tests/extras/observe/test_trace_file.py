@@ -249,9 +249,7 @@ def test_no_spans_make_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_timeline_is_bounded_and_counts_dropped_events(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_timeline_is_bounded_and_counts_dropped_events(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(trace_file, "MAX_EVENTS", 5)
     spans = step_spans([0], 8, forward_s=[1], backward_s=[1])[0]
     with timeline(tmp_path, "local") as made:

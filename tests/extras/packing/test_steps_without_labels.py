@@ -14,7 +14,6 @@ from trl import SFTConfig, SFTTrainer
 
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.trainer.coordinator import train
-from tests.alone import Alone
 from tests.integration.oracles import assert_close, read_rows, stock_model, trained_weights
 from tests.integration.test_oracle_sft import words
 from tests.integration.test_parity import assert_same, weights
@@ -86,9 +85,7 @@ def lines(output: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_metrics_and_weights_are_those_of_trl(
-    case: str, alone: Alone, model: Path, tmp_path: Path
-) -> None:
+def test_losses_metrics_and_weights_are_those_of_trl(case: str, alone, model, tmp_path) -> None:
     data, training = settings_of(case, tmp_path)
     plan = [{"id": "local", "start": 0, "end": 6}]
     told = {"model": {"name_or_path": str(model)}, "data": data, "shard_plan": plan}

@@ -91,9 +91,7 @@ def test_positions_that_do_not_begin_again_are_noticed(monkeypatch: pytest.Monke
     assert "do not stay apart" in packing.reason
 
 
-def test_positions_that_reach_the_first_stage_only_are_noticed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_positions_that_reach_the_first_stage_only_are_noticed(monkeypatch) -> None:
     run = Shard._run
 
     def without(self: Shard, inputs: dict[str, torch.Tensor], *args: Any, **extra: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,9 +114,7 @@ def test_attention_without_positions_or_with_a_mask_is_refused(
         per_sample_attention(Layer(), *tensors(), mask, position_ids=positions)
 
 
-def test_a_worker_that_only_builds_shards_knows_the_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_only_builds_shards_knows_the_attention(monkeypatch) -> None:
     monkeypatch.delitem(AttentionInterface._global_mapping, VARLEN, raising=False)
     config = tiny_config("llama")
     config._attn_implementation = VARLEN
@@ -146,9 +143,7 @@ def test_lengths_of_the_samples_of_a_row_are_not_asked_of_the_device() -> None:
     assert sample_lengths(there["position_ids"]) == [3, 2]
 
 
-def test_attention_per_sample_is_known_before_a_shard_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_per_sample_is_known_before_a_shard_is_built(tmp_path, monkeypatch) -> None:
     """A worker's first look at a quantised model is at its modules, and came too early."""
     known = {k: f for k, f in AttentionInterface._global_mapping.items() if k != VARLEN}
     monkeypatch.setattr(AttentionInterface, "_global_mapping", known)

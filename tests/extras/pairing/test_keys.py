@@ -61,9 +61,7 @@ def invited(file: Path, keys: Path, *workers: str) -> tuple[Any, queue.SimpleQue
     return inviting, said
 
 
-def test_line_that_invite_prints_makes_a_machine_a_worker(
-    tmp_path: Path, logged: list[str]
-) -> None:
+def test_line_that_invite_prints_makes_a_machine_a_worker(tmp_path, logged) -> None:
     file = configuration(tmp_path / "coordinator")
     inviting, said = invited(file, file.parent / "hetero_keys", "1", "two", "1")
     for worker, ip in (("1", "192.0.2.7"), ("two", "192.0.2.8")):
@@ -126,9 +124,7 @@ def test_an_address_without_port_and_half_a_token_are_refused(tmp_path: Path) ->
         join_cluster("127.0.0.1:9998", token[:60], tmp_path / "c.json", keys)
 
 
-def test_keys_are_exported_listed_revoked_and_rotated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_are_exported_listed_revoked_and_rotated(tmp_path, capsys) -> None:
     file = configuration(tmp_path / "coordinator")
 
     def hetero(*words: str) -> str:
@@ -221,9 +217,7 @@ def test_doctor_finds_nothing_about_keys_where_none_are_used(tmp_path: Path) -> 
     assert list(findings(made)) == []
 
 
-def test_line_that_invite_prints_makes_a_coordinator_an_island(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_line_that_invite_prints_makes_a_coordinator_an_island(tmp_path, capsys) -> None:
     keys, said = KeyDirectory(tmp_path / "lighthouse" / "hetero_keys"), queue.SimpleQueue[str]()
     address = ("127.0.0.1", free_ports(1)[0])
     names = ["garage", "attic", "garage"]
@@ -301,9 +295,7 @@ def test_islands_are_told_the_address_that_the_configuration_has(tmp_path: Path)
     assert lighthouse_address(None, None)[0] == addresses.primary_address()
 
 
-def test_init_makes_keys_where_other_machines_take_part(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_init_makes_keys_where_other_machines_take_part(tmp_path, capsys) -> None:
     def init(folder: str, *words: str) -> str:
         output = tmp_path / folder / "c.json"
         output.parent.mkdir()

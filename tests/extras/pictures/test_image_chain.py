@@ -106,9 +106,7 @@ def test_parts_are_compared_with_the_class_also_with_dropout(name: str) -> None:
     assert compare(config, ranges_between([0, 2, count - 1, count])).verdict == "bit-equal"
 
 
-def test_parts_that_compute_otherwise_than_the_class_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_parts_that_compute_otherwise_than_the_class_are_refused(monkeypatch) -> None:
     """All cuts of a wrong chain are equal to each other; the class is what tells."""
     config, forward = chain_of(CLASSIFIERS["vit"]), ImagePart.forward
     monkeypatch.setattr(ImagePart, "forward", lambda part, value: 2 * forward(part, value))

@@ -393,9 +393,7 @@ def test_stolen_time_is_a_share_of_all_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert environment.Stolen().share() == 0.2  # 2 of 10 seconds; a guest's are the user's, too
 
 
-def test_the_share_of_stolen_time_is_unknown_where_it_is_not_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_share_of_stolen_time_is_unknown_where_it_is_not_counted(monkeypatch) -> None:
     times = namedtuple("times", ["user", "idle"])
     monkeypatch.setattr(psutil, "cpu_times", lambda: times(1.0, 1.0))
     assert environment.Stolen().share() is None

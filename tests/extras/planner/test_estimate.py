@@ -172,9 +172,7 @@ def test_length_of_the_samples_can_be_set_without_naming_data(estimated: Estimat
     assert long["predicted_step_s"] > short["predicted_step_s"]
 
 
-def test_the_job_is_reported_with_tokens_per_second_and_hours(
-    estimated: Estimated, printed: Printed
-) -> None:
+def test_the_job_is_reported_with_tokens_per_second_and_hours(estimated, printed) -> None:
     words = ["--model", "./model", "--device", "local=RTX 4090", "--device", "1=RTX 3060"]
     words += ["--adapter", "qlora", "--max-length", "512", "--batch-size", "4"]
     found = estimated(*words)
@@ -330,9 +328,7 @@ def test_states_are_in_host_memory_only_where_it_is_another(estimated: Estimated
     assert with_host.embedding_host_bytes > 0 < with_host.head_host_bytes
 
 
-def test_stored_inputs_and_files_count_only_where_host_memory_is_another(
-    estimated: Estimated,
-) -> None:
+def test_stored_inputs_and_files_count_only_where_host_memory_is_another(estimated) -> None:
     devices = ["--device", "local=RTX 3090", "--device", "1=Apple M2 Max 64GB"]
     words = ["--model", "./model", *devices, "--adapter", "lora", "--save-profile", "fleet.json"]
     changes = ["training.activation_offloading=true", 'shard_plan[0].offload_from="file"']

@@ -55,9 +55,7 @@ class Clocked(Device):
         self.now = max(self.now, *self.done.values(), 0.0)
 
 
-def test_rates_each_way_and_both_and_the_slowdown_of_computing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rates_each_way_and_both_and_the_slowdown_of_computing(monkeypatch) -> None:
     device = Clocked()
     monkeypatch.setattr(host_link.time, "perf_counter", lambda: device.now)
     found = measured_link(device, device.compute)

@@ -90,9 +90,7 @@ def test_options_of_plan_are_read(planned: Planned) -> None:
         (["--evaluate", "none.json", "--exclude", "1"], "--evaluate takes the plan as it is"),
     ],
 )
-def test_wrong_options_end_with_2(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_options_end_with_2(words: list[str], said: str, capsys) -> None:
     assert main(["plan", "--profile", "fleet.json", *words]) == 2
     assert said in capsys.readouterr().err
 
@@ -106,9 +104,7 @@ def test_wrong_options_end_with_2(
         ({"shard_plan": [{"id": "local", "start": 0, "end": 4}]}, "the model has 8"),
     ],
 )
-def test_a_wrong_plan_file_ends_with_2(
-    content: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_plan_file_ends_with_2(content: dict[str, Any], said: str, capsys) -> None:
     Path("plan.json").write_text(json.dumps(content), encoding="utf-8")
     assert main(["plan", "--profile", "fleet.json", "--evaluate", "plan.json"]) == 2
     assert said in capsys.readouterr().err
@@ -182,9 +178,7 @@ def test_a_written_plan_keeps_what_was_predicted_for_the_run(planned: Planned) -
         ("--profile f.json --anew", "--anew goes with --measure"),
     ],
 )
-def test_options_that_exclude_each_other_end_with_2(
-    words: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_exclude_each_other_end_with_2(words: str, said: str, capsys) -> None:
     assert main(["plan", *words.split()]) == 2
     assert said in capsys.readouterr().err
 

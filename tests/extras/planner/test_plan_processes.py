@@ -67,9 +67,7 @@ def test_measured_plan_is_written_and_trains_to_the_same_bits(
 
 
 @pytest.mark.long
-def test_bench_predicts_the_configured_plan_and_leaves_no_trace(
-    raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_predicts_the_configured_plan_and_leaves_no_trace(raw, tmp_path, capsys) -> None:
     """Coordinator, 1 and 2 with a link of their own, and 2 again, relayed to from 1."""
     raw["shard_plan"] = plan_of(("local", 1), (1, 3), (2, 4), (1, 5), (2, 6))
     for number, links in ((2, "direct"), (4, "relay")):
@@ -149,9 +147,7 @@ def test_worker_that_the_plan_leaves_out_ends_in_order_and_the_run_goes_on(
 
 
 @pytest.mark.long
-def test_worker_that_goes_away_while_it_is_measured_is_named(
-    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_that_goes_away_while_it_is_measured_is_named(raw, tmp_path, monkeypatch) -> None:
     """A worker that the coordinator has started: it is killed when it has been asked."""
     ports = [worker["port"] for worker in raw["workers"]]
     raw["workers"] = [{**MACHINE, "id": 1}, {**MACHINE, "id": 2, "port": ports[1]}]

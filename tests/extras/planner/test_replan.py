@@ -93,9 +93,7 @@ def cut_at(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "adapter", [LORA, pytest.param(None, marks=pytest.mark.long)], ids=["lora", "full"]
 )
-def test_changes_of_plan_change_no_bit(
-    adapter: Any, llama: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_changes_of_plan_change_no_bit(adapter: Any, llama, texts, tmp_path) -> None:
     run = make(llama, texts, tmp_path / "run", THREE, adapter=adapter)
     train(run, replan=True, progress=Notes())
     assert_equals_one_process(run)
@@ -146,9 +144,7 @@ def test_a_direct_link_that_does_not_come_about_under_another_plan_ends_no_run(
 
 
 @pytest.mark.usefixtures("cut_at")
-def test_layers_that_stay_are_not_read_again(
-    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_stay_are_not_read_again(llama, texts, tmp_path, monkeypatch) -> None:
     """Both processes are threads here, so that what they read can be counted."""
     read: list[tuple[str, str]] = []
 
@@ -321,9 +317,7 @@ def test_a_worker_lost_during_a_change_of_plan_restarts_the_change(
 
 
 @pytest.mark.long
-def test_a_coordinator_killed_during_a_change_of_plan_continues(
-    config: Config, worker: Worker, tmp_path: Path
-) -> None:
+def test_a_coordinator_killed_during_a_change_of_plan_continues(config, worker, tmp_path) -> None:
     config = config.with_changes(training={"rejoin_wait_s": 2.0})
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config.to_dict()))

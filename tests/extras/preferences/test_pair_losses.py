@@ -32,9 +32,7 @@ def test_the_page_has_each_loss() -> None:
         assert set(re.findall(r"`(\w+)`", cell[1])) == PAIR_LOSSES[objective].keys()
 
 
-def test_the_pages_loss_is_known_and_read_and_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pages_loss_is_known_and_read_and_computed(tmp_path, monkeypatch) -> None:
     own = {"objective": "dpo", "loss_type": ["sigmoid", "margin_squares"]}
     with pytest.raises(ConfigError, match=r"margin_squares.* is none of sigmoid, hinge,"):
         config_of(**own)

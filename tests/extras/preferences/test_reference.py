@@ -101,9 +101,7 @@ def test_what_only_the_training_depends_on_does_not_ask_again(ask: Any) -> None:
     assert ask("rate", training={"learning_rate": 1.0, "beta": 0.5, "output_dir": "x"}) == 0
 
 
-def test_a_run_that_goes_on_elsewhere_keeps_what_it_was_told(
-    ask: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_goes_on_elsewhere_keeps_what_it_was_told(ask, monkeypatch) -> None:
     """Also on other machines, and without the cache."""
     ask("run", origin="digest")
     monkeypatch.setenv("HETERO_CACHE", "")

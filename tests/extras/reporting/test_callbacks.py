@@ -134,9 +134,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_callbacks_are_told_what_the_trainer_tells_them(
-    case: str, alone: Alone, tmp_path: Path
-) -> None:
+def test_callbacks_are_told_what_the_trainer_tells_them(case: str, alone, tmp_path) -> None:
     config = told_about(alone, tmp_path, CASES[case])
     ours, other = Recorder(), Recorder()
     train(config, callbacks=[ours])
@@ -245,9 +243,7 @@ EVERY: dict[str, Acts] = {
 
 
 @pytest.mark.parametrize("case", seldom([*FEW, *EVERY], *EVERY))
-def test_every_event_may_set_every_flag_as_for_the_trainer(
-    case: str, alone: Alone, tmp_path: Path
-) -> None:
+def test_every_event_may_set_every_flag_as_for_the_trainer(case: str, alone, tmp_path) -> None:
     flag = case.split()[0]
     # Two micro-batches a step, and one: the Trainer looks at some flags between two alone.
     accumulated, strategy = (2, "steps") if flag != "save" else (1, "epoch")
@@ -393,9 +389,7 @@ def test_a_callback_that_fails_after_the_last_step_costs_no_result(
 
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_evaluate", "on_save", "on_log"])
-def test_a_stop_after_the_last_step_leaves_nothing_out(
-    event: str, alone: Alone, tmp_path: Path
-) -> None:
+def test_a_stop_after_the_last_step_leaves_nothing_out(event: str, alone, tmp_path) -> None:
     """Before the last evaluation, after it, and before the result is written."""
     stop = partial(os.kill, os.getpid(), signal.SIGTERM)
     config, whole = (told_about(partial(alone, n), tmp_path, LAST) for n in ("run", "whole"))
@@ -579,9 +573,7 @@ class Down(TrainerCallback):
         raise ConnectionError("no route to the server")
 
 
-def test_a_reporter_that_fails_is_told_once_and_the_run_goes_on(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reporter_that_fails_is_told_once_and_the_run_goes_on(alone, monkeypatch) -> None:
     monkeypatch.setattr(callbacks, "reporters", lambda config: [Down])
     config = alone(training={"report_to": "all"})
     assert train(config).steps == 4
@@ -659,9 +651,7 @@ def test_a_resumed_run_goes_on_with_its_run_of_mlflow(alone: Alone, tmp_path: Pa
     assert steps == [line["step"] for line in histories(config) if "loss" in line]
 
 
-def test_reporters_are_told_the_run_that_goes_on(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reporters_are_told_the_run_that_goes_on(alone, monkeypatch) -> None:
     """By the environment, as the callbacks of wandb, Comet and SwanLab read it."""
     names = ("WANDB_RUN_ID", "COMET_EXPERIMENT_KEY", "SWANLAB_RUN_ID", "SWANLAB_RESUME")
     told: list[dict[str, str]] = []
@@ -714,9 +704,7 @@ except CallbackError:
         assert done.returncode == code, done.stderr[-3000:]
 
 
-def test_the_examples_of_the_page_run(
-    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_examples_of_the_page_run(alone, tmp_path, monkeypatch) -> None:
     page = Path(__file__).parents[3] / "docs" / "python.md"
     blocks = page.read_text(encoding="utf-8").split("```python\n")[1:]
     first, second, third = (block.partition("```")[0] for block in blocks)
@@ -739,9 +727,7 @@ def test_the_examples_of_the_page_run(
     assert 0 <= lines(metrics)[-1]["eval_accuracy"] <= 1
 
 
-def test_a_file_on_the_command_line_brings_callbacks(
-    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_on_the_command_line_brings_callbacks(alone, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(control, "_callbacks", [])
     monkeypatch.setattr(control, "_imported", [])
     file = tmp_path / "mine.py"

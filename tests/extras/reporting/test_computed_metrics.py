@@ -72,9 +72,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", seldom(CASES, "in_chunks", "smoothed"))
-def test_metrics_and_what_they_are_computed_of_are_the_trainers(
-    case: str, alone: Alone, tmp_path: Path
-) -> None:
+def test_metrics_and_what_they_are_computed_of_are_the_trainers(case: str, alone, tmp_path) -> None:
     preprocess, settings = CASES[case]
     config = evaluating(alone, tmp_path, **settings)
     recorder, ours, others = Recorder(), Accuracy(), Accuracy()
@@ -111,9 +109,7 @@ def test_the_best_model_is_that_of_the_trainer(alone: Alone, tmp_path: Path) -> 
     assert steps_of(config) == {state.best_global_step}
 
 
-def test_an_imported_file_brings_the_functions(
-    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_imported_file_brings_the_functions(alone, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(control, "_functions", {})
     monkeypatch.setattr(control, "_imported", [])
     file = tmp_path / "mine.py"
@@ -175,9 +171,7 @@ def test_a_function_that_fails_ends_a_run_before_its_first_step(
     assert not (config.output_dir / "metrics.jsonl").exists()
 
 
-def test_a_function_that_needs_more_than_one_micro_batch_is_given_all(
-    alone: Alone, tmp_path: Path
-) -> None:
+def test_a_function_that_needs_more_than_one_micro_batch_is_given_all(alone, tmp_path) -> None:
     def of_many(given: EvalPrediction) -> dict[str, Any]:
         if len(given.label_ids) < 11:
             raise ValueError("only one class is present")
@@ -188,9 +182,7 @@ def test_a_function_that_needs_more_than_one_micro_batch_is_given_all(
     assert train(config, compute_metrics=of_many).metrics["eval_many"] == 1.0
 
 
-def test_a_metric_that_is_not_computed_is_named_with_those_that_are(
-    alone: Alone, tmp_path: Path
-) -> None:
+def test_a_metric_that_is_not_computed_is_named_with_those_that_are(alone, tmp_path) -> None:
     config = evaluating(alone, tmp_path, metric_for_best_model="f1")
     with pytest.raises(ConfigError, match='is "f1", which no evaluation gives') as raised:
         train(config)
@@ -200,9 +192,7 @@ def test_a_metric_that_is_not_computed_is_named_with_those_that_are(
     assert "eval_accuracy" in failed.value.message
 
 
-def test_a_function_for_another_process_is_refused_before_it_starts(
-    alone: Alone, tmp_path: Path
-) -> None:
+def test_a_function_for_another_process_is_refused_before_it_starts(alone, tmp_path) -> None:
     worker = {"id": 1, "ip": "127.0.0.1", "port": 1}
     plan = [{"id": "local", "start": 0, "end": 0}, {"id": 1, "start": 0, "end": 1}]
     config = evaluating(alone, tmp_path).with_changes(workers=[worker], shard_plan=plan)

@@ -88,9 +88,7 @@ class FailingInASet(TrainerCallback):
 
 
 @pytest.mark.long
-def test_a_run_that_ends_between_two_sets_goes_on_as_if_it_had_not(
-    alone: Alone, tmp_path: Path
-) -> None:
+def test_a_run_that_ends_between_two_sets_goes_on_as_if_it_had_not(alone, tmp_path) -> None:
     training = {"metric_for_best_model": "chat_loss", "token_metrics": True}
     whole = with_sets(partial(alone, "whole"), tmp_path, **training)
     train(whole)
@@ -144,9 +142,7 @@ def test_sets_come_from_python(alone: Alone) -> None:
         ({"token": "a"}, "eval_token_loss would be a metric of an only set too"),
     ],
 )
-def test_names_that_clash_or_say_nothing_are_refused(
-    sets: Any, said: str, alone: Alone, tmp_path: Path
-) -> None:
+def test_names_that_clash_or_say_nothing_are_refused(sets: Any, said: str, alone, tmp_path) -> None:
     with pytest.raises(ConfigError, match=said):
         alone(data={"train": "a.jsonl", "eval": sets})
 
@@ -159,9 +155,7 @@ def test_a_metric_of_no_set_is_refused_before_the_run(alone: Alone, tmp_path: Pa
     assert not config.output_dir.exists()
 
 
-def test_an_evaluation_cut_short_between_sets_leaves_no_line(
-    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_cut_short_between_sets_leaves_no_line(alone, tmp_path, monkeypatch) -> None:
     from hetero_framework.trainer import coordinator
 
     real = coordinator.Coordinator._evaluated

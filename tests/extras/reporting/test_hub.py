@@ -48,9 +48,7 @@ def missing(lines: list[str]) -> list[str]:
     return [line for line in lines if "is not on the hub" in line]
 
 
-def test_the_result_is_uploaded_whole_and_the_token_stays(
-    alone: Alone, hub: HubServer, tmp_path: Path
-) -> None:
+def test_the_result_is_uploaded_whole_and_the_token_stays(alone, hub, tmp_path) -> None:
     config = alone(training=PUSHES)
     summary = train(config)
     assert hub.repositories == {"me/result": contents(summary.files["model"])}
@@ -74,9 +72,7 @@ def test_a_branch_is_made_and_gets_the_result(alone: Alone, hub: HubServer) -> N
     assert [revision for revision, *_ in hub.commits] == ["trial"]
 
 
-def test_the_newest_checkpoint_is_uploaded_and_resumed(
-    alone: Alone, hub: HubServer, tmp_path: Path
-) -> None:
+def test_the_newest_checkpoint_is_uploaded_and_resumed(alone, hub, tmp_path) -> None:
     config = alone(training={**PUSHES, **SAVES, "hub_strategy": "checkpoint"})
     hub.repositories["me/result"], hub.private["me/result"] = {"last-checkpoint/old": b""}, True
     summary = train(config)
@@ -113,9 +109,7 @@ def test_a_public_repository_gets_no_checkpoint(alone: Alone, hub: HubServer) ->
 @pytest.mark.parametrize(
     "fail", [*(pytest.param(code, marks=pytest.mark.long) for code in (401, 403, 500)), "close"]
 )
-def test_a_hub_that_refuses_costs_no_step_and_is_told(
-    alone: Alone, hub: HubServer, fail: int | str
-) -> None:
+def test_a_hub_that_refuses_costs_no_step_and_is_told(alone, hub, fail: int | str) -> None:
     usual = train(alone("usual", training=SAVES))
     hub.fail = fail
     config = alone(training={**PUSHES, **SAVES, "hub_strategy": "checkpoint"})
@@ -131,18 +125,14 @@ def test_a_hub_that_refuses_costs_no_step_and_is_told(
     assert not [file for file in files if TOKEN.encode() in file.read_bytes()]
 
 
-def test_a_hub_that_is_away_is_told(
-    alone: Alone, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_is_away_is_told(alone, hub, monkeypatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     config = alone(training=PUSHES)
     assert train(config).steps == 4
     assert len(missing(log_of(config))) == 2
 
 
-def test_a_hub_that_hangs_slows_no_step_and_is_left(
-    alone: Alone, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_hangs_slows_no_step_and_is_left(alone, hub, monkeypatch) -> None:
     """It is asked before the first step; time passes for uploads when there are no more steps."""
     hub.fail = "hang"
     monkeypatch.setattr(timeouts, "UPLOAD_S", 2.0)
@@ -209,9 +199,7 @@ def test_a_checkpoint_stays_while_it_is_uploaded_and_a_newer_one_is_next(
     assert missing(logged) == []
 
 
-def test_a_run_that_is_stopped_or_fails_leaves_its_uploads(
-    alone: Alone, hub: HubServer, logged: list[str]
-) -> None:
+def test_a_run_that_is_stopped_or_fails_leaves_its_uploads(alone, hub, logged) -> None:
     hub.fail = "hang"
     config = alone(training={**PUSHES, **SAVES, "hub_strategy": "checkpoint"})
     began = time.monotonic()
@@ -238,9 +226,7 @@ def test_an_island_that_does_not_save_uploads_nothing(alone: Alone, hub: HubServ
     assert not hub.is_asked.is_set()
 
 
-def test_a_process_that_cannot_be_started_is_told(
-    alone: Alone, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_cannot_be_started_is_told(alone, hub, monkeypatch) -> None:
     monkeypatch.setattr(uploads.sys, "executable", "/does/not/exist")
     config = alone(training=PUSHES)
     assert train(config).steps == 4

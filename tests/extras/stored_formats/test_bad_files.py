@@ -81,9 +81,7 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tensors_that_do_not_belong_together_are_named(
-    case: str, dense: dict[str, Path], tmp_path: Path
-) -> None:
+def test_tensors_that_do_not_belong_together_are_named(case: str, dense, tmp_path) -> None:
     form, change, reason = CASES[case]
     folder = tmp_path / "stored"
     stored(form, dense, folder)
@@ -99,9 +97,7 @@ def test_tensors_that_do_not_belong_together_are_named(
 
 
 @pytest.mark.parametrize("size", ["x", [128], [0, 128], [128, "x"]])
-def test_blocks_that_are_no_sizes_are_refused(
-    size: Any, dense: dict[str, Path], tmp_path: Path
-) -> None:
+def test_blocks_that_are_no_sizes_are_refused(size: Any, dense, tmp_path) -> None:
     stored(BLOCKS, dense, tmp_path / "stored")
     set_quantization(tmp_path / "stored", weight_block_size=size)
     with pytest.raises(ModelError, match=r"has weight_block_size .* in its quantization_config"):
@@ -133,9 +129,7 @@ def set_quantization(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_what_becomes_of_the_weights_is_said_without_a_download(
-    dense: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_becomes_of_the_weights_is_said_without_a_download(dense, tmp_path) -> None:
     stored(BLOCKS, dense, tmp_path / "stored")
     (line,) = stored_lines(ModelConfig(name_or_path="stored", dtype="float32"), tmp_path)
     assert line.startswith("weights stored as fp8 are made full as each stage loads its own: ")

@@ -192,9 +192,7 @@ def test_each_group_has_a_format_of_its_own(dense: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-def test_inputs_may_be_of_groups_that_do_not_lie_in_a_row(
-    zeros: bool, dense: Path, tmp_path: Path
-) -> None:
+def test_inputs_may_be_of_groups_that_do_not_lie_in_a_row(zeros: bool, dense, tmp_path) -> None:
     args = INT4 | {"symmetric": not zeros}
 
     def store(name: str, tensor: Tensor) -> Any:
@@ -268,9 +266,7 @@ def test_full_weights_may_have_the_scales_beside_them_that_they_were_trained_for
     read(dense, tmp_path / "x", given, store)
 
 
-def test_a_missing_package_is_named_with_the_pip_line(
-    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named_with_the_pip_line(dense, tmp_path, monkeypatch) -> None:
     given = settings(("float-quantized", FP8 | {"strategy": "tensor"}, ["Linear"]))
     writing.rewrite(dense, tmp_path / "x", given, lambda *_: None)
     for here in (None, "0.15.0.1"):

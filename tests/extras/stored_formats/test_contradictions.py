@@ -184,9 +184,7 @@ def weight(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_a_contradiction_is_refused_by_name(
-    case: int, dense: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_contradiction_is_refused_by_name(case: int, dense, tmp_path) -> None:
     form, what, change = CASES[case]
     rewritten(form, what, change, dense, tmp_path / "x")
     with pytest.raises(ModelError) as caught:
@@ -215,9 +213,7 @@ SAME: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("case", range(len(SAME)))
-def test_settings_that_agree_read_the_same_weights(
-    case: int, dense: dict[str, Path], tmp_path: Path
-) -> None:
+def test_settings_that_agree_read_the_same_weights(case: int, dense, tmp_path) -> None:
     form, settings = SAME[case]
     meant = rewritten(form, "", settings, dense, tmp_path / "x")
     made = weight(tmp_path / "x")

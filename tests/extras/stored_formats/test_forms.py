@@ -190,9 +190,7 @@ def test_weights_are_those_of_the_library(
         assert torch.equal(held[name], weight), name
 
 
-def test_a_form_that_nobody_knows_is_named_with_those_that_are_known(
-    dense: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_form_that_nobody_knows_is_named_with_those_that_are_known(dense, tmp_path) -> None:
     writing.rewrite(dense["llama"], tmp_path / "x", {"quant_method": "hqq"}, lambda *_: None)
     with pytest.raises(ModelError, match="'hqq', which cannot be read here; known are bitsandb"):
         read_config(str(tmp_path / "x"), None)

@@ -16,7 +16,6 @@ from hetero_framework.extras.exporting.merge import merge_adapter
 from hetero_framework.models.files.export import CARD, OutputDirectory
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.outputs import load_result
-from tests.alone import Alone
 from tests.extras.exporting.test_merge import saved_adapter
 from tests.extras.stored_formats.test_training import saved
 from tests.integration.test_parity import assert_same, weights
@@ -86,9 +85,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return dict(load_cleanly(folder).state_dict())
 
 
-def test_a_full_result_has_full_weights_and_resumes_to_the_bit(
-    alone: Alone, tmp_path: Path
-) -> None:
+def test_a_full_result_has_full_weights_and_resumes_to_the_bit(alone, tmp_path) -> None:
     stored, full = saved("fp8 by tensor", tmp_path)
     training = {"save_strategy": "steps", "save_steps": 2}
 

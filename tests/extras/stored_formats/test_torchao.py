@@ -70,9 +70,7 @@ for dtype in (torch.bfloat16, torch.float32):
         *("float8", "float8 with int8 in places"),
     ],
 )
-def test_weights_are_those_of_the_library(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_those_of_the_library(form: str, tmp_path, monkeypatch) -> None:
     subprocess.run([sys.executable, "-c", WRITE, str(tmp_path), form], check=True)
     monkeypatch.setattr("hetero_framework.extras.stored_formats.form._NUMBERS_AT_ONCE", 50)
     for dtype in (torch.bfloat16, torch.float32):

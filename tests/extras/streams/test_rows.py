@@ -171,9 +171,7 @@ def test_columns_and_completions_are_read_as_of_files(load: Load, tmp_path: Path
 
 
 @pytest.mark.usefixtures("here")
-def test_rows_without_a_token_to_learn_are_left_out_and_counted(
-    load: Load, tmp_path: Path, logged: list[str]
-) -> None:
+def test_rows_without_a_token_to_learn_are_left_out_and_counted(load, tmp_path, logged) -> None:
     rows = [{"text": "fox " * 40}, {"text": ""}, {"text": "dog"}]
     write_jsonl(tmp_path / "s0.jsonl", rows)
     data = load(train="s0.jsonl", add_eos=False)
@@ -199,9 +197,7 @@ def test_a_process_that_is_killed_is_a_data_error(load: Load) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGSTOP")
-def test_a_process_that_does_nothing_is_a_data_error(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_does_nothing_is_a_data_error(load, monkeypatch) -> None:
     data = load(training={"max_steps": 10**6})
     os.kill(pid_of(data), signal.SIGSTOP)
     monkeypatch.setattr(rows_module, "_PATIENCE_S", 0.2)
@@ -353,9 +349,7 @@ def test_the_first_rows_are_shown(settings: Settings) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_dataset_without_rows_is_named(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_without_rows_is_named(settings, monkeypatch) -> None:
     empty = datasets.IterableDataset.from_generator(lambda: iter(()))
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **how: empty)
     config = settings(train=["s*.jsonl", {"path": "some/name", "name": "empty"}])

@@ -33,9 +33,7 @@ def result(config: Config) -> tuple[Any, bytes]:
     return read_metrics(config.output_dir), weights.read_bytes()
 
 
-def test_a_run_that_is_killed_again_and_again_is_the_whole_run(
-    alone: Alone, tmp_path: Path
-) -> None:
+def test_a_run_that_is_killed_again_and_again_is_the_whole_run(alone, tmp_path) -> None:
     whole, parts = make(alone, tmp_path, "whole"), make(alone, tmp_path, "parts")
     train(whole)
     file = tmp_path / "config.json"

@@ -167,9 +167,7 @@ def _typed(columns: tuple[str, ...], or_names: bool, folder: Path) -> list:
 
 
 @pytest.mark.parametrize("cells", COLUMNS, ids=repr)
-def test_a_column_of_numbers_has_the_type_that_datasets_reads(
-    cells: list[str], tmp_path: Path
-) -> None:
+def test_a_column_of_numbers_has_the_type_that_datasets_reads(cells: list[str], tmp_path) -> None:
     lines = "".join(f'"x","{cell}"\n' for cell in cells)
     (tmp_path / "a.csv").write_text(f"text,label\n{lines}", encoding="utf-8")
     theirs = datasets.load_dataset(

@@ -163,9 +163,7 @@ _VALUES = st.recursive(
 
 
 @given(st.dictionaries(_TEXTS, _VALUES, max_size=4), st.sampled_from([None, False, True]))
-def test_an_object_reads_the_same_from_yaml_and_json(
-    raw: dict[str, Any], flow: bool | None
-) -> None:
+def test_an_object_reads_the_same_from_yaml_and_json(raw, flow: bool | None) -> None:
     dumped = yaml.dump(
         raw, Dumper=_Dumper, default_flow_style=flow, allow_unicode=True, sort_keys=False
     )
@@ -243,9 +241,7 @@ def test_words_of_yaml_are_refused_by_the_schema(wrong: str, message: str, tmp_p
     assert message in str(caught.value)
 
 
-def test_a_configuration_may_be_a_dictionary(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_configuration_may_be_a_dictionary(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     before = json.dumps(_CONFIG)
     config = load_config(_CONFIG, ["training.seed=7"])
