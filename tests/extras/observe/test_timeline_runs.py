@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,8 @@ def check(trace: Trace, stages: int) -> None:
     assert len(trace.stages) == stages
     assert trace.dropped == 0
     for step in trace.steps:
-        tasks = Counter(
-            (event.stage, event.micro_batch, event.kind)
-            for event in trace.of_step(step)
-            if event.kind in COMPUTE
-        )
+        computing = [event for event in trace.of_step(step) if event.kind in COMPUTE]
+        tasks = Counter((event.stage, event.micro_batch, event.kind) for event in computing)
         count = 1 + max(micro_batch for _, micro_batch, _ in tasks)
         last = stages - 1
         assert tasks == {
@@ -37,16 +35,10 @@ def check(trace: Trace, stages: int) -> None:
             **{(last, k, COMPUTE[2]): 1 for k in range(count)},
         }
         for process in range(len(trace.processes)):
-            own = [e for e in trace.of_step(step) if e.process == process and e.kind in COMPUTE]
-            own.sort(key=lambda event: event.began)
-            for before, after in zip(own, own[1:], strict=False):  # noqa: RUF007
-                assert after.began >= before.ended - 1e-6
-        ended = {
-            (e.stage, e.micro_batch, e.kind): e.ended
-            for e in trace.of_step(step)
-            if e.kind in COMPUTE
-        }
-        for event in trace.of_step(step):
+            own = sorted((e for e in computing if e.process == process), key=lambda e: e.began)
+            assert all(after.began >= before.ended - 1e-6 for before, after in pairwise(own))
+        ended = {(e.stage, e.micro_batch, e.kind): e.ended for e in computing}
+        for event in computing:
             if event.kind == "forward" and event.stage > 0:
                 made = ended[event.stage - 1, event.micro_batch, "forward"]
                 assert event.began >= made - 1e-6

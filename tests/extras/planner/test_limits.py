@@ -29,12 +29,9 @@ def found_of(profile: FleetProfile, layout: Layout) -> Evaluated:
 
 
 def test_use_of_a_device() -> None:
-    profile = fleet_of(
-        device("local", embedding_bytes=2 * GB, memory_bytes=20 * GB, reserved_bytes=GB),
-        device(1, head_bytes=3 * GB, memory_bytes=30 * GB),
-        speed=1e12,
-    )
-    found = found_of(profile, HALVES)
+    first = device("local", embedding_bytes=2 * GB, memory_bytes=20 * GB, reserved_bytes=GB)
+    last = device(1, head_bytes=3 * GB, memory_bytes=30 * GB)
+    found = found_of(fleet_of(first, last, speed=1e12), HALVES)
     local, one = limits.device_uses(found)
     assert (local.id, local.layers, local.limit) == ("local", 4, "compute")
     assert (one.id, one.layers, one.limit) == (1, 4, "compute")
@@ -63,9 +60,8 @@ def test_a_device_with_little_work_is_limited_by_memory_or_link() -> None:
         ({}, 1e7),  # 10 ms for a tensor, 6 ms for its layers
         ({"memory_bytes": 2.5 * GB}, 1e7),
     ):
-        uses = limits.device_uses(
-            found_of(fleet_of(device("local"), device(1, **worker), speed=speed), uneven)
-        )
+        profile = fleet_of(device("local"), device(1, **worker), speed=speed)
+        uses = limits.device_uses(found_of(profile, uneven))
         assert uses[0].limit == "compute"
         found.append(uses[1].limit)
     assert found == ["compute", "memory", "link", "memory"]
@@ -73,9 +69,8 @@ def test_a_device_with_little_work_is_limited_by_memory_or_link() -> None:
 
 def test_full_memory_does_not_hide_the_limit_of_compute() -> None:
     full = {"memory_bytes": 4.5 * GB}
-    uses = limits.device_uses(
-        found_of(fleet_of(device("local", **full), device(1, **full), speed=2e7), HALVES)
-    )
+    profile = fleet_of(device("local", **full), device(1, **full), speed=2e7)
+    uses = limits.device_uses(found_of(profile, HALVES))
     assert [use.limit for use in uses] == ["compute", "compute"]
 
 
@@ -93,18 +88,13 @@ def test_links_of_others_limit_no_device() -> None:
 
 
 def test_alone_names_the_fastest_device_that_holds_the_model() -> None:
-    rules = rules_of(
-        fleet_of(
-            device("local", layer_forward_s=0.004),
-            device(1, layer_forward_s=0.0001, memory_bytes=7 * GB),
-            device(2, head_forward_s=0.01),
-        )
-    )
+    quick = device(1, layer_forward_s=0.0001, memory_bytes=7 * GB)
+    slow, other = device("local", layer_forward_s=0.004), device(2, head_forward_s=0.01)
+    rules = rules_of(fleet_of(slow, quick, other))
     best = planning.alone(rules.fleet, rules.devices)
     assert best.id == 2
     assert best.step_s == pytest.approx(8 * (8 * 0.003 + 0.01))
-    other = planning.alone(rules.fleet, [0, 1])
-    assert other.id == "local"
+    assert planning.alone(rules.fleet, [0, 1]).id == "local"
     assert planning.alone(rules.fleet, [1]) is None
 
 
@@ -121,14 +111,9 @@ def test_recomputation_makes_a_device_alone_slower() -> None:
 @pytest.mark.parametrize(
     ("changes", "speed", "limit", "figure"),
     [
-        (
-            {"memory_bytes": 1.005 * GB},
-            1e9,
-            "memory",
-            "not used: 958 MiB in all, a layer takes 963",
-        ),
-        ({}, 1e5, "link", "not used: 1.00 s a tensor, all stages take"),
-        ({"layer_forward_s": 0.5}, 1e9, "compute", "not used: 502 ms a layer, all stages take"),
+        ({"memory_bytes": 1.005 * GB}, 1e9, "memory", "958 MiB in all, a layer takes 963"),
+        ({}, 1e5, "link", "1.00 s a tensor, all stages take"),
+        ({"layer_forward_s": 0.5}, 1e9, "compute", "502 ms a layer, all stages take"),
     ],
 )
 def test_why_a_device_is_left_out(
@@ -143,7 +128,7 @@ def test_why_a_device_is_left_out(
     uses = limits.device_uses(found)
     *_, last = limits.limits_of(found, rules_of(profile), uses)
     assert (last.id, last.by) == (2, limit)
-    assert last.figure.startswith(figure)
+    assert last.figure.startswith(f"not used: {figure}")
     excluded = Rules(found.fleet, (0, 1), {}, checkpointing=True, chunks=False)
     assert [one.id for one in limits.limits_of(found, excluded, uses)] == ["local", 1]
 

@@ -38,14 +38,10 @@ def trained(pool: Any, tmp_path: Path) -> Path:
     tokenizer.save_pretrained(model)
     talk = [{"role": "user", "content": "red"}, {"role": "assistant", "content": "green old"}]
     (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 8)
-    raw = pool.config(
-        tmp_path / "run",
-        [2, 4],
-        model={"name_or_path": str(model)},
-        data={"train": str(tmp_path / "chat.jsonl")},
-        adapter=LORA,
-        training={"max_steps": 2, "learning_rate": 1e-2, "gradient_accumulation_steps": 2},
-    )
+    training = {"max_steps": 2, "learning_rate": 1e-2, "gradient_accumulation_steps": 2}
+    data, whole = {"train": str(tmp_path / "chat.jsonl")}, {"name_or_path": str(model)}
+    sections = {"model": whole, "data": data, "adapter": LORA, "training": training}
+    raw = pool.config(tmp_path / "run", [2, 4], **sections)
     train(Config.from_dict(raw))
     file = tmp_path / "hetero_config.json"
     file.write_text(json.dumps(raw))
@@ -113,14 +109,10 @@ class Terminal:
         import pty
 
         here, there = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "hetero_framework", *words],
-            stdin=there,
-            stdout=there,
-            stderr=there,
-            start_new_session=True,
-            preexec_fn=lambda: _take_terminal(),
-        )
+        command = [sys.executable, "-m", "hetero_framework", *words]
+        ends = dict.fromkeys(("stdin", "stdout", "stderr"), there)
+        own = {"start_new_session": True, "preexec_fn": _take_terminal}
+        self.process = subprocess.Popen(command, **ends, **own)
         os.close(there)
         self._file = here
         self.text, self._taken = "", 0

@@ -293,12 +293,10 @@ def raw(tmp_path: Path, name: str, **sections: Any) -> str:
 
 
 def test_islands_are_known_by_their_configurations(tmp_path) -> None:
-    files = []
-    for name in ("attic", "garage"):
-        island = {"name": name, "lighthouse": "127.0.0.1:1"}
-        files.append(raw(tmp_path, name, island=island))
-    runs = [RunBeside(file) for file in files]
-    assert [run.name for run in runs] == ["attic", "garage"]
+    names = ["attic", "garage"]
+    islands = {name: {"name": name, "lighthouse": "127.0.0.1:1"} for name in names}
+    runs = [RunBeside(raw(tmp_path, name, island=islands[name])) for name in names]
+    assert [run.name for run in runs] == names
     with PageServer(runs) as server:
         told = Client(server.address).until(lambda news: "machines" in news, 1)
     assert told["machines"] == [
