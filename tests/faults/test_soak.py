@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.faults import programs
-from tests.faults.soak import KINDS, schedule
+from tests.faults.soak import KINDS, configuration, schedule
+from tests.samples import free_ports, save_llama, save_texts
 
 STEPS = 120
 COUNTS = {"kills": 2, "drops": 2, "coordinator_kills": 1, "full_disks": 1}
@@ -43,3 +46,18 @@ def test_the_long_soaks_schedule_has_everything_and_spares_each_worker_between()
         kills = [what for _, what in plan if what in ("kill 1", "kill 2")]
         assert len(kills) == 24
         assert all(kills[k : k + 4].count("kill 1") in (1, 2, 3) for k in range(20))
+
+
+@pytest.mark.faults
+def test_chaos_says_that_the_results_are_the_same(tmp_path: Path, figure: Any) -> None:
+    save_llama(tmp_path / "llama")
+    save_texts(tmp_path / "texts.jsonl", 40)
+    file = configuration(tmp_path, "run", 12, free_ports(3))
+    words = ["--config", file, "--json", "--output-dir", tmp_path / "chaos"]
+    done = programs.run("chaos", *words, "--steps", 12, "--kills", 3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdict = json.loads(done.stdout)
+    assert verdict["same"]
+    assert verdict["steps"] == 12
+    assert verdict["commands"] == 2
+    figure("chaos, 3 kills in 12 steps", f"the same in {verdict['seconds']:.0f} s", "same")

@@ -13,6 +13,7 @@ from hetero_framework import control
 from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError
 from hetero_framework.extras.preferences.pair_losses import PAIR_LOSSES, Pairs
+from hetero_framework.extras.preferences.settings import PreferenceSettings
 from hetero_framework.models.cut.objectives import objective_of
 from tests.unit.models.cut.test_objectives import RAW
 
@@ -67,3 +68,12 @@ def test_a_loss_of_means_is_given_means() -> None:
 def test_a_loss_checks_its_settings() -> None:
     with pytest.raises(ConfigError, match="exo_pair needs a label_smoothing above 0"):
         config_of(objective="dpo", loss_type=["sigmoid", "exo_pair"])
+
+
+@pytest.mark.parametrize(
+    "training", [{"loss_type": "nll"}, {"loss_type": "simpo", "objective": "cpo"}]
+)
+def test_loss_type_is_one_of_the_objectives(training: dict[str, Any]) -> None:
+    assert PreferenceSettings(**training).losses == (training["loss_type"],)
+    with pytest.raises(ValueError, match="is none of"):
+        PreferenceSettings(**{**training, "loss_type": "dft"})

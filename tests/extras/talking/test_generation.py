@@ -1,20 +1,26 @@
-"""A last stage that gives no tokens costs a run its samples only, and `hetero chat` an answer."""
+"""A last stage that gives no tokens costs a run its samples only, and `hetero chat` an answer;
+answers as they are shown, and a result that gives none."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from hetero_framework.config import Config
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import Outcome
-from hetero_framework.errors import ProtocolError
-from hetero_framework.extras.talking.result_model import Talk
+from hetero_framework.errors import ProtocolError, UserError
+from hetero_framework.extras.talking.commands.chat import _answer
+from hetero_framework.extras.talking.result_model import Talk, with_result
 from hetero_framework.extras.talking.text_generation import TOKEN
 from hetero_framework.security.access import LOOPBACK_ONLY
 from hetero_framework.trainer.coordinator import train
 from tests.alone import Alone
+from tests.samples import machines_here
 
 
 def give(named: dict[str, torch.Tensor] | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,3 +64,21 @@ def test_an_answer_that_fails_is_one_error(alone: Alone, monkeypatch: pytest.Mon
         [prompt] = talk.reader.read(["red"], alone().base_dir, "prompts")
         with pytest.raises(ProtocolError, match=r"^the coordinator: .* gave token -1 of 0 to"):
             talk.answer(cluster, [prompt], talk.choice(0.0, 1.0, max_new_tokens=3))
+
+
+@pytest.mark.parametrize("text", ["", "yes"])
+def test_an_empty_answer_is_said_to_be_empty(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing: Any = SimpleNamespace(prompt_of=lambda said: said, pipeline=SimpleNamespace())
+    tokenizer = SimpleNamespace(decode=lambda tokens, **settings: text)
+    ways = {"check": lambda prompts: None, "answer": lambda *asked: []}
+    talk = SimpleNamespace(tokenizer=tokenizer, reader=nothing, **ways)
+    assert _answer(talk, nothing, [], None) == text
+    assert ("the answer is empty" in capsys.readouterr().out) == (text == "")
+
+
+@pytest.mark.parametrize("objective", ["classification", "image-classification"])
+def test_a_classifier_answers_no_prompts(objective: str, tmp_path: Path) -> None:
+    raw = {**machines_here(("local", 2)), "training": {"objective": objective}}
+    raw["model"] = {"from_config": {"model_type": "llama"}}
+    with pytest.raises(UserError, match=f'the objective "{objective}" answers no prompts'):
+        with_result(Config.from_dict(raw, tmp_path), None, base=False, local=False)

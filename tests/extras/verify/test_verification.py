@@ -1,4 +1,4 @@
-"""Verification of a configured model, or of an architecture."""
+"""Verification of a configured model, or of an architecture, and the table of architectures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 
 from hetero_framework.config import Config
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.extras.verify.verification import ranges_from_cuts, verify_model
+from hetero_framework.extras.padding_free.packing import Packing
+from hetero_framework.extras.verify.architectures import verify_all, write_architectures
+from hetero_framework.extras.verify.verification import Verified, ranges_from_cuts, verify_model
 from hetero_framework.models.cut.tiny import tiny_config
 from tests.samples import machines_here, save_llama
 
@@ -46,3 +48,58 @@ def test_verify_takes_the_configured_weights_where_they_fit(tmp_path: Path) -> N
     raw = {**machines_here(("local", 1), (1, 3)), "model": {"name_or_path": "model"}}
     result = verify_model(Config.from_dict(raw, tmp_path))
     assert (result.subject, result.verdict) == ("the model itself", "bit-equal")
+
+
+def test_architecture_whose_blocks_run_in_turns_is_refused() -> None:
+    (result,) = verify_all(model_types=["hrm_text"])
+    assert result.verdict == "refused"
+    assert "no list of blocks" in result.reason
+    assert result.reason.endswith("would have to go through a stage several times")
+
+
+def test_table_lists_every_result_with_its_reason(tmp_path: Path) -> None:
+    results = [
+        Verified("zeta", "bit-equal", packing=Packing("per_sample")),
+        Verified("iota", "bit-equal", packing=Packing(None)),
+        Verified("theta", "bit-equal", packing=Packing(None, "samples meet")),
+        Verified("eta", "bit-equal", half="differs by 1"),
+        Verified("beta", "within tolerance", "most in x", weight_difference=2e-6),
+        Verified("alpha", "refused", "Layer 1 receives a | b"),
+        Verified("zeta", "bit-equal", half="differs by 2", task="sequence-classification"),
+        Verified("iota", "bit-equal", task="sequence-classification"),
+        Verified("kappa", "refused", "no blocks", task="sequence-classification"),
+        Verified("kappa", "bit-equal", task="token-classification"),
+        Verified("lambda", "bit-equal", task="image-classification"),
+        Verified("mu", "refused", "no chain", task="image-classification"),
+    ]
+    path = tmp_path / "docs" / "architectures.md"
+    write_architectures(results, path)
+    text = path.read_text("utf-8")
+    assert "5 of 6 pass" in text
+    assert "4 of those that pass are equal to the bit; the others:\n" in text
+    assert "| `eta` | differs by 1 |" in text
+    assert "2 can be trained without padding" in text
+    assert "by itself:\n\n`zeta`\n" in text
+    assert "one long sample:\n\n`iota`\n" in text
+    assert "| `beta` | 0.0e+00 | 0.0e+00 | 2.0e-06 | most in x |" in text
+    assert "| `alpha` | Layer 1 receives a / b |" in text
+    assert "2 of 3 architectures are bit-equal with `reward`, `classification`." in text
+    assert "| bit-equal | bit-equal | no class | `iota`, `zeta` |" in text
+    assert "With `image-classification` 1 of 2 pass." in text
+    assert "dropout included.\n\n`lambda`\n" in text
+    assert "| `mu` (`image-classification`) | no chain |" in text
+    assert "| no class | refused | bit-equal | `kappa` |" in text
+    assert "| `zeta` (`reward`, `classification`) | differs by 2 |" in text
+    assert "| `kappa` (`reward`, `classification`) | no blocks |" in text
+
+
+def test_progress_is_called_for_each_architecture() -> None:
+    seen: list[Verified] = []
+    results = verify_all(seen.append, ["biogpt", "hrm_text"])
+    assert seen == results
+    assert [(r.model_type, r.task, r.verdict) for r in results] == [
+        ("biogpt", "causal-lm", "bit-equal"),
+        ("hrm_text", "causal-lm", "refused"),
+        ("biogpt", "sequence-classification", "bit-equal"),
+        ("biogpt", "token-classification", "bit-equal"),
+    ]
