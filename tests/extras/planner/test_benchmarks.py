@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import environment, replanning, replication, reporting
+from benchmarks import environment, pipeline, replanning, replication, reporting
 from benchmarks.machines import Machines
 from benchmarks.network import (
     Network,
@@ -25,16 +25,6 @@ from benchmarks.network import (
     flows_of,
     measure,
     open_network,
-)
-from benchmarks.pipeline import (
-    Engine,
-    Product,
-    Samples,
-    engines_of,
-    load_of,
-    parser,
-    product_figures,
-    run_case,
 )
 from benchmarks.soak import MemoryWatch, growth
 from benchmarks.stages import Load, SleepStage
@@ -102,8 +92,8 @@ def test_figures_are_those_of_the_samples(network: Network) -> None:
     load = Load.of(4, 16, [0.02], [0.04], 1)
     # Asked for 20 and 40 ms, every stage slept a tenth longer.
     forward_s, backward_s = [3 * 16 * 0.022] * 4, [3 * 16 * 0.044] * 4
-    samples = Samples([1.4, 1.32, 1.3], forward_s, backward_s, cpu_s=3 * 0.8, bytes=30)
-    figures = product_figures(Engine("relay", "int8"), load, network, samples)
+    samples = pipeline.Samples([1.4, 1.32, 1.3], forward_s, backward_s, cpu_s=3 * 0.8, bytes=30)
+    figures = pipeline.product_figures(pipeline.Engine("relay", "int8"), load, network, samples)
     assert figures["engine"] == "hetero-relay-int8"
     assert figures["bound_s"] == pytest.approx(19 * 0.066)
     assert figures["asked_bound_s"] == pytest.approx(19 * 0.06)
@@ -122,12 +112,14 @@ def test_figures_are_those_of_the_samples(network: Network) -> None:
 
 @pytest.mark.long
 def test_the_product_slowed_on_purpose_is_slower(network: Network) -> None:
-    with Product(network, LOAD) as product:
-        plain = product.run(Engine(), 3, LIMIT_S)
+    with pipeline.Product(network, LOAD) as product:
+        plain = product.run(pipeline.Engine(), 3, LIMIT_S)
     slowed = replace(LOAD, slow_s=0.05)
-    with Product(network, slowed) as product:
-        slow = product.run(Engine(), 1, LIMIT_S)
-    fast, tardy = (product_figures(Engine(), LOAD, network, s) for s in (plain, slow))
+    with pipeline.Product(network, slowed) as product:
+        slow = product.run(pipeline.Engine(), 1, LIMIT_S)
+    fast, tardy = (
+        pipeline.product_figures(pipeline.Engine(), LOAD, network, s) for s in (plain, slow)
+    )
     assert fast["asked_bound_s"] == tardy["asked_bound_s"] == pytest.approx(5 * 0.012)
     assert min(fast["bound_s"], tardy["bound_s"]) >= 5 * 0.012
     # Of single steps only the asked bound is certain: the other is made from means over all steps.
@@ -156,7 +148,9 @@ def test_torch_slowed_on_purpose_is_slower(network: Network) -> None:
 @pytest.mark.long
 def test_micro_batches_of_several_lengths(network: Network) -> None:
     load = replace(LOAD, lengths=(1.0, 0.25))
-    results = run_case(load, network, [Engine()], ["torch-1f1b"], 1, lambda figures: None)
+    results = pipeline.run_case(
+        load, network, [pipeline.Engine()], ["torch-1f1b"], 1, lambda figures: None
+    )
     ours, torch_1f1b = results
     # The work of 4 micro-batches is that of 2.5 whole ones.
     assert ours["busy_share"] * ours["step_s"] >= 2.5 * 0.012
@@ -328,9 +322,9 @@ def test_a_network_that_does_not_carry_its_rate_is_not_judged() -> None:
 def test_every_case_of_the_suite_is_a_valid_command_line() -> None:
     for case in CASES:
         if case.module == "pipeline":
-            options = parser().parse_args(shlex.split(case.arguments))
-            assert load_of(options).micro_batches > 0
-            names = [engine.name for engine in engines_of(options)[0]]
+            options = pipeline.parser().parse_args(shlex.split(case.arguments))
+            assert pipeline.load_of(options).micro_batches > 0
+            names = [engine.name for engine in pipeline.engines_of(options)[0]]
             assert all(goal.engine in names for goal in case.goals)
     assert sum(case.expect_s for case in CASES) <= 600
     assert len({case.name for case in CASES}) == len(CASES)

@@ -8,19 +8,8 @@ import random
 
 import pytest
 
+from benchmarks import planner
 from benchmarks.fleets import GIGABIT, random_fleet
-from benchmarks.planner import (
-    VTRAIN,
-    all_layouts,
-    best_of_all,
-    exhaustive,
-    fitted,
-    instance,
-    large,
-    split,
-    splits,
-    vtrain,
-)
 from benchmarks.predictions import errors, shared
 from benchmarks.predictions import random_fleet as unequal_fleet
 from hetero_framework.engine.schedule.simulator import Edge, Profile
@@ -41,7 +30,7 @@ def test_all_layouts_are_enumerated() -> None:
     """Subsets of two workers in each order, all cuts, the head alone or not, both ways."""
     slow = fleet_of(device("local"), device(1), device(2), layers=3)
     fleet = Fleet(slow)
-    found = list(all_layouts(fleet, 1e9))
+    found = list(planner.all_layouts(fleet, 1e9))
     assert len(found) == len(set(found))
     # Alone; with one of two workers 4 cuts; with both in two orders, a layer or more in the middle.
     per_order = sum(1 for a in range(4) for b in range(a + 1, 4))
@@ -50,10 +39,10 @@ def test_all_layouts_are_enumerated() -> None:
 
 def test_best_of_all_is_the_least_step_of_all_layouts() -> None:
     fleet = Fleet(fleet_of(device("local"), device(1, layer_forward_s=0.004), speed=3e7))
-    found = [evaluated(fleet, layout) for layout in all_layouts(fleet, 1e9)]
+    found = [evaluated(fleet, layout) for layout in planner.all_layouts(fleet, 1e9)]
     steps = [one.seconds for one in found if one is not None]
-    assert best_of_all(fleet, 1e9)[0] == min(steps)
-    assert best_of_all(fleet, 0.5 * min(steps)) == (0.5 * min(steps), 0)
+    assert planner.best_of_all(fleet, 1e9)[0] == min(steps)
+    assert planner.best_of_all(fleet, 0.5 * min(steps)) == (0.5 * min(steps), 0)
 
 
 @pytest.mark.long
@@ -62,7 +51,7 @@ def test_best_of_all_is_the_least_step_of_all_layouts() -> None:
 )
 def test_plans_are_as_good_as_exhaustive_search(seed: int, most_devices: int) -> None:
     """The last one has 217 layouts that their bounds do not rule out."""
-    found = exhaustive([instance(seed, most_devices)])
+    found = planner.exhaustive([planner.instance(seed, most_devices)])
     assert found["all_fit"]
     assert found["ratio_one_stage"]["least"] >= 0.99
     assert found["ratio"]["least"] >= 0.99
@@ -71,9 +60,9 @@ def test_plans_are_as_good_as_exhaustive_search(seed: int, most_devices: int) ->
 @pytest.mark.long
 def test_published_measurements_are_predicted() -> None:
     """Two-stage pipelines of A100s give the numbers, four-stage ones are predicted."""
-    table = json.loads(VTRAIN.read_text(encoding="utf-8"))
+    table = json.loads(planner.VTRAIN.read_text(encoding="utf-8"))
     assert len(table["rows"]) == 160
-    found = vtrain()
+    found = planner.vtrain()
     assert found["predicted"] == 80
     assert found["mean_error"] <= 0.010
     assert found["worst_error"] <= 0.030
@@ -85,25 +74,25 @@ def test_fitting_recovers_the_numbers() -> None:
         return {"micro_batches": m, "layers": layers, "iteration_ms": took_ms}
 
     rows = [row(m, layers) for m in (2, 4, 8) for layers in (12, 16)]
-    assert fitted(rows) == pytest.approx([3.0, 7.0, 11.0])
+    assert planner.fitted(rows) == pytest.approx([3.0, 7.0, 11.0])
 
 
 def test_splits_hold_all_layers() -> None:
     profile = fleet_of(*(device(k or "local") for k in range(3)))
-    entries = split(profile, [1, 2, 1])
+    entries = planner.split(profile, [1, 2, 1])
     assert [(e["start"], e["end"]) for e in entries] == [(0, 2), (2, 6), (6, 8)]
     assert evaluate(profile, entries).predicted_step_s > 0
 
 
 @pytest.mark.long
 def test_the_plan_beats_simple_rules() -> None:
-    found = splits(2)
+    found = planner.splits(2)
     assert found["plan"]["mean"] > found["equal"]["mean"]
 
 
 @pytest.mark.long
 def test_large_reports_planning_times() -> None:
-    found = large(1, layers=8, devices=3, micro_batches=(8,))
+    found = planner.large(1, layers=8, devices=3, micro_batches=(8,))
     assert len(found["rows"]) == 6
     assert found["seconds_most"] > 0
 

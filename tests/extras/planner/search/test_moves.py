@@ -9,16 +9,8 @@ from hypothesis import strategies as st
 from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.extras.planner.layout import Part
 from hetero_framework.extras.planner.layout_search import beginnings
+from hetero_framework.extras.planner.search import moves
 from hetero_framework.extras.planner.search.layer_dp import LayerProgramme
-from hetero_framework.extras.planner.search.moves import (
-    balanced,
-    closed,
-    interleaved,
-    orders,
-    shifted,
-    split,
-    toggled,
-)
 from tests.extras.planner.fleets import GB, device, fleet_of, profiles_of_fleets, rules_of
 
 
@@ -31,8 +23,8 @@ def test_moves_keep_all_layers_and_only_ends_may_be_empty(
     for layout in beginnings(rules):
         if layout[-1].end < profile.layers:
             continue
-        made = [interleaved(rules, layout, chunks), *closed(rules, layout)]
-        made += [*shifted(rules.fleet, layout), *split(rules, layout)]
+        made = [moves.interleaved(rules, layout, chunks), *moves.closed(rules, layout)]
+        made += [*moves.shifted(rules.fleet, layout), *moves.split(rules, layout)]
         for found in filter(None, made):
             assert [part.start for part in found] == [0, *(part.end for part in found[:-1])]
             assert found[-1].end == profile.layers
@@ -45,7 +37,7 @@ def test_a_device_with_only_the_head_is_left_out_of_closed_layouts() -> None:
     rules = rules_of(fleet_of(device("local"), device(1), device(2), layers=6), chunks=True)
     layout = (Part(0, 0, 4, False, False), Part(2, 4, 6, False, True), Part(1, 6, 6, False, True))
     assert [
-        [(part.device, part.end - part.start) for part in x] for x in closed(rules, layout)
+        [(part.device, part.end - part.start) for part in x] for x in moves.closed(rules, layout)
     ] == [[(0, 4), (2, 2), (0, 0)], [(0, 2), (2, 2), (0, 2)], [(0, 0), (2, 2), (0, 4)]]
 
 
@@ -55,14 +47,16 @@ def test_with_little_memory_all_stages_in_front_recompute_at_once() -> None:
     layout = tuple(Part(k, 2 * k, 2 * k + 2) for k in range(3))
     for memory, longest in ((small, 2), ({}, 0)):
         rules = rules_of(fleet_of(*(device(k or "local", **memory) for k in range(3)), **few))
-        again = [sum(part.recompute for part in found) for found in toggled(rules, layout)]
+        again = [sum(part.recompute for part in found) for found in moves.toggled(rules, layout)]
         assert max(again, default=0) == longest
 
 
 def test_a_stage_is_split_to_every_other_place() -> None:
     rules = rules_of(fleet_of(device("local"), device(1), device(2), layers=6), chunks=True)
     layout = (Part(0, 0, 2), Part(1, 2, 4, False), Part(2, 4, 6, False, True))
-    made = {tuple((p.device, p.end - p.start) for p in found) for found in split(rules, layout)}
+    made = {
+        tuple((p.device, p.end - p.start) for p in found) for found in moves.split(rules, layout)
+    }
     assert made == {
         ((0, 1), (1, 2), (0, 1), (2, 2)),
         ((0, 1), (1, 2), (2, 2), (0, 1)),
@@ -77,14 +71,14 @@ def test_a_stage_is_split_to_every_other_place() -> None:
 
 def test_nothing_is_looked_for_without_a_step_to_begin_with() -> None:
     rules = rules_of(fleet_of(device("local", memory_bytes=2 * GB)))
-    assert balanced(LayerProgramme(rules), [0], math.inf) is None
+    assert moves.balanced(LayerProgramme(rules), [0], math.inf) is None
 
 
 def test_in_long_pipelines_the_busiest_devices_give_to_the_idlest() -> None:
     devices = (device(k or "local", layer_forward_s=0.001 * (1 + (k == 3))) for k in range(9))
     rules = rules_of(fleet_of(*devices, layers=27))
     layout = tuple(Part(k, 3 * k, 3 * k + 3) for k in range(9))
-    every = [[part.end - part.start for part in one] for one in shifted(rules.fleet, layout)]
+    every = [[part.end - part.start for part in one] for one in moves.shifted(rules.fleet, layout)]
     sources = {counts.index(2) for counts in every}
     assert 3 in sources
     assert len(sources) == 2
@@ -93,10 +87,10 @@ def test_in_long_pipelines_the_busiest_devices_give_to_the_idlest() -> None:
 
 def test_orders_change_one_device_or_two() -> None:
     rules = rules_of(fleet_of(*(device(k or "local", head_forward_s=k) for k in range(4))))
-    found = [*orders(rules, (Part(0, 0, 3), Part(1, 3, 6), Part(2, 6, 8)))]
+    found = [*moves.orders(rules, (Part(0, 0, 3), Part(1, 3, 6), Part(2, 6, 8)))]
     assert [0, 2] in found
     assert [0, 2, 1] in found
     assert [0, 3, 2] in found
     assert [0, 1, 3, 2] in found
     assert len(found) == 2 + 2 + 1 + 3
-    assert not [*orders(rules, (Part(0, 0, 3), Part(1, 3, 6), Part(0, 6, 8)))]
+    assert not [*moves.orders(rules, (Part(0, 0, 3), Part(1, 3, 6), Part(0, 6, 8)))]
