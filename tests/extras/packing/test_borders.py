@@ -14,6 +14,7 @@ from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.tiny import shrink, stock_class, tiny_config
 from hetero_framework.models.verify.equivalence import deterministic
+from tests.cases import seldom
 
 LENGTHS = (9, 14, 6)
 PAGE = Path(__file__).parents[3] / "docs" / "architectures.md"
@@ -40,9 +41,7 @@ def model_of(config: PretrainedConfig) -> torch.nn.Module:
     return stock_class(config)._from_config(config, dtype=torch.float32).train(False)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.long) for n in ADMITTED]
-)
+@pytest.mark.parametrize("name", seldom(ADMITTED, *(set(ADMITTED) - set(OFTEN))))
 def test_a_changed_sample_leaves_the_bits_of_the_others(name: str) -> None:
     config = deterministic(shrink(tiny_config(name)))
     admitted = try_packing(config, ranges_between([0, 1, introspect(config).num_layers]))

@@ -49,9 +49,7 @@ def configuration(model: Path, output: Path) -> Config:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", ["resnet", *(pytest.param(n, marks=pytest.mark.long) for n in ("vit", "swin"))]
-)
+@pytest.mark.parametrize("name", ["resnet", "vit", "swin"])
 def test_losses_and_weights_are_those_of_the_trainer(name: str, tmp_path, monkeypatch) -> None:
     held_out = TensorDataset(*pictures()[:7])
     module = SimpleNamespace(train_set=pictures(), eval_set=held_out)

@@ -10,6 +10,7 @@ from hetero_framework.extras.planner import FleetProfile, evaluate, layout_searc
 from hetero_framework.extras.planner import layout as evaluated_layouts
 from hetero_framework.extras.planner.layout import Evaluated, Part, Rules, evaluated, has_chunks
 from hetero_framework.extras.planner.layout_search import Search
+from tests.cases import seldom
 from tests.extras.planner.fleets import GB, device, fleet_of, rules_of
 
 UNLIKE = fleet_of(
@@ -127,9 +128,7 @@ def test_a_split_that_needs_all_its_moves_is_found() -> None:
     assert plan(profile).predicted_step_s <= given.predicted_step_s
 
 
-@pytest.mark.parametrize(
-    "number", [*(pytest.param(k, marks=pytest.mark.long) for k in (0, 2, 12)), 4]
-)
+@pytest.mark.parametrize("number", seldom((0, 2, 12, 4), 0, 2, 12))
 def test_chunks_never_make_a_plan_longer(number: int) -> None:
     profile = random_fleet_of(number)
     without = plan(profile, allow=["checkpointing"])

@@ -28,6 +28,7 @@ from hetero_framework.trainer.observers import Due, Observers, Placement, Watche
 from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.train_state import TrainState
 from tests.alone import Alone
+from tests.cases import seldom
 from tests.hub_server import TOKEN, HubServer, serving_hub
 from tests.pools import leaving_nothing
 
@@ -111,9 +112,7 @@ def test_a_public_repository_gets_no_checkpoint(alone: Alone, hub: HubServer) ->
     assert "hf upload" not in said
 
 
-@pytest.mark.parametrize(
-    "fail", [*(pytest.param(code, marks=pytest.mark.long) for code in (401, 403, 500)), "close"]
-)
+@pytest.mark.parametrize("fail", seldom((401, 403, 500, "close"), 401, 403, 500))
 def test_a_hub_that_refuses_costs_no_step_and_is_told(alone, hub, fail: int | str) -> None:
     usual = train(alone("usual", training=SAVES))
     hub.fail = fail

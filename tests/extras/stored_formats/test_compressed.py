@@ -17,6 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from hetero_framework import versions
 from hetero_framework.errors import ModelError
 from hetero_framework.models.files.weights import Checkpoint, read_config
+from tests.cases import seldom
 from tests.extras.stored_formats import writing
 from tests.extras.stored_formats.test_forms import LLAMA, TINY, shards
 
@@ -126,9 +127,7 @@ def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.filterwarnings("ignore:You passed .quantization_config.:UserWarning")
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16]
-)
+@pytest.mark.parametrize("dtype", seldom((torch.float32, torch.bfloat16), torch.float32))
 @pytest.mark.parametrize("form", FORMATS)
 def test_weights_are_those_of_the_library(
     form: str, dtype: torch.dtype, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

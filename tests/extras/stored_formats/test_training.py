@@ -67,9 +67,7 @@ def saved(case: str, folder: Path) -> tuple[Path, Path]:
     return stored, full
 
 
-@pytest.mark.parametrize(
-    "is_full", [False, pytest.param(True, marks=pytest.mark.long)], ids=["lora", "full"]
-)
+@pytest.mark.parametrize("is_full", seldom((False, True), True), ids=["lora", "full"])
 @pytest.mark.parametrize("case", seldom(CASES, *SELDOM))
 def test_training_from_a_stored_form_equals_one_process_and_the_full_weights(
     case: str, is_full: bool, losses: Any, texts: Path, tmp_path: Path
