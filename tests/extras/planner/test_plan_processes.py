@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,7 @@ def raw(pool: Pool, tmp_path: Path, llama: Path, texts: Path) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_measured_plan_is_written_and_trains_to_the_same_bits(
-    raw: dict[str, Any],
-    tmp_path: Path,
-    losses: Callable[..., list[tuple]],
-    capsys: pytest.CaptureFixture[str],
+    raw, tmp_path, losses, capsys
 ) -> None:
     file, kept = tmp_path / "c.json", tmp_path / "fleet.json"
     file.write_text(json.dumps(raw))
@@ -95,10 +91,7 @@ def test_bench_predicts_the_configured_plan_and_leaves_no_trace(raw, tmp_path, c
 
 
 def test_run_that_plans_by_itself_trains_to_the_same_bits_and_keeps_its_plan(
-    raw: dict[str, Any],
-    tmp_path: Path,
-    losses: Callable[..., list[tuple]],
-    capsys: pytest.CaptureFixture[str],
+    raw, tmp_path, losses, capsys
 ) -> None:
     file, kept = tmp_path / "c.json", tmp_path / "run" / "plan.json"
     file.write_text(json.dumps({**raw, "shard_plan": "auto"}))
