@@ -306,8 +306,6 @@ def test_a_forward_only_stage_is_no_trouble(tmp_path: Path) -> None:
     assert text(d)
 
 
-# ---- predictions for codecs count the bytes that are really sent
-
 PAIR = tuple(StageTimes(k, k, 2 * k, 2 * k + 2, 1.0, 2.0, 1.0) for k in range(2))
 BOUNDARY = Boundary(0, "direct", 1.0, 2.0, 0.0, 4 * 64 * 64, 4 * 64 * 64, "float32", "")
 

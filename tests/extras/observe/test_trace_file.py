@@ -155,9 +155,6 @@ def test_bytes_known_at_one_end_are_shown_at_both(tmp_path: Path) -> None:
     assert [(e.nbytes, e.dtype) for e in events if e.kind == "send"] == [(1 << 20, "float32")] * 2
 
 
-# -- writing ----------------------------------------------------------------------------------
-
-
 def steps_in(folder: Path, expected: list[int]) -> list[int]:
     """The steps in the file, which is valid JSON, once they are those that are expected."""
     deadline = time.monotonic() + WAIT_S
@@ -283,9 +280,6 @@ def test_spans_that_no_recorder_made_are_refused(tmp_path: Path, change: dict[st
         made.add(1, [span])
         with pytest.raises(ProtocolError, match="worker 1 sent a span that is none"):
             made.close()
-
-
-# -- wrong inputs -----------------------------------------------------------------------------
 
 
 def test_a_missing_timeline_names_the_setting(tmp_path: Path) -> None:

@@ -54,9 +54,6 @@ def network() -> Iterator[Network]:
         yield made
 
 
-# -- cases --------------------------------------------------------------------------------------
-
-
 def test_times_are_given_for_all_for_each_device_or_for_each_stage() -> None:
     assert Load.of(2, 1, [0.4], [0.8], 1, chunks=2).forward_s == (0.2,) * 4
     assert Load.of(2, 1, [0.2, 0.4], [0.8], 1, chunks=2).forward_s == (0.1, 0.2, 0.1, 0.2)
@@ -107,9 +104,6 @@ def test_figures_are_those_of_the_samples(network: Network) -> None:
     assert figures["coordinator_cpu_ms"] == round(800 / 16 / 6, 3)
 
 
-# -- whole steps --------------------------------------------------------------------------------
-
-
 @pytest.mark.long
 def test_the_product_slowed_on_purpose_is_slower(network: Network) -> None:
     with pipeline.Product(network, LOAD) as product:
@@ -157,8 +151,6 @@ def test_micro_batches_of_several_lengths(network: Network) -> None:
     assert ours["bound_s"] >= ours["asked_bound_s"]
     assert "shape" in torch_1f1b["error"]
 
-
-# -- networks -----------------------------------------------------------------------------------
 
 needs_root = pytest.mark.skipif(not can_make_namespaces(), reason="needs root on Linux")
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -275,9 +267,6 @@ def test_an_unknown_network_is_refused() -> None:
         pass
 
 
-# -- soak and suite -----------------------------------------------------------------------------
-
-
 def test_memory_that_grows_shows() -> None:
     flat = [[100, 50]] * 40
     assert growth(flat) == (0.0, 0.0)
@@ -335,9 +324,6 @@ def test_the_suite_skips_cases_without_time_left() -> None:
     assert [result["skipped"] for result in results] == ["no time left"] * 2
 
 
-# -- replication --------------------------------------------------------------------------------
-
-
 @pytest.mark.long
 def test_copies_of_the_state_are_made_and_cost_time(network: Network) -> None:
     load = replace(LOAD, state_bytes=400_000)
@@ -345,9 +331,6 @@ def test_copies_of_the_state_are_made_and_cost_time(network: Network) -> None:
     assert found["steps"] == replication.ROUNDS * replication.COPIES * found["every_steps"]
     assert found["copy_s"] > 0
     assert 0.5 < found["ratio"] < 5
-
-
-# -- reporting ----------------------------------------------------------------------------------
 
 
 def test_what_reporters_add_is_counted_between_steps() -> None:
@@ -368,9 +351,6 @@ def test_steps_with_a_reporter_and_without_are_timed() -> None:
     found = reporting.compare(["tensorboard"], pairs=1, steps=5, sleep_s=0.005)
     assert found["steps"] == 5
     assert found["step_s"] > 4 * 0.005
-
-
-# -- replanning ---------------------------------------------------------------------------------
 
 
 @pytest.mark.long

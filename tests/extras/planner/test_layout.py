@@ -132,9 +132,6 @@ def test_interleaved_plans_with_a_relay_must_gain_more() -> None:
     assert found.preference > 1.029 * found.seconds
 
 
-# ---- layers in host memory
-
-
 def test_a_pass_takes_as_long_as_computing_or_fetching() -> None:
     fleet = Fleet(fleet_of(card("local", copy_slowdown=1.1), layers=12))
     # 3 ms of it six layers are on their way.

@@ -147,9 +147,6 @@ def test_with_many_unlike_devices_the_first_ones_come_again() -> None:
     assert found.seconds < 0.93 * simple.seconds
 
 
-# ---- memory so tight that the programme finds nothing
-
-
 def test_only_the_coordinator_has_room_for_the_head() -> None:
     head, worker = {"head_bytes": 2 * GB}, {"memory_bytes": 1.2 * GB}
     fleet = fleet_of(

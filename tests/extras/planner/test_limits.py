@@ -25,9 +25,6 @@ def found_of(profile: FleetProfile, layout: Layout) -> Evaluated:
     return found
 
 
-# ---- what each device does
-
-
 def test_use_of_a_device() -> None:
     first = device("local", embedding_bytes=2 * GB, memory_bytes=20 * GB, reserved_bytes=GB)
     last = device(1, head_bytes=3 * GB, memory_bytes=30 * GB)
@@ -84,9 +81,6 @@ def test_links_of_others_limit_no_device() -> None:
     assert uses[2].limit == "compute"
 
 
-# ---- who could do it alone
-
-
 def test_alone_names_the_fastest_device_that_holds_the_model() -> None:
     quick = device(1, layer_forward_s=0.0001, memory_bytes=7 * GB)
     slow, other = device("local", layer_forward_s=0.004), device(2, head_forward_s=0.01)
@@ -103,9 +97,6 @@ def test_recomputation_makes_a_device_alone_slower() -> None:
     fleet = Fleet(fleet_of(device("local", memory_bytes=8.2 * GB)))
     found = planning.alone(fleet, [0])
     assert found.step_s == pytest.approx(8 * 8 * 0.004)
-
-
-# ---- the table
 
 
 @pytest.mark.parametrize(
@@ -155,9 +146,6 @@ def test_only_the_first_of_many_devices_are_named() -> None:
     assert [one.id for one in every] == ["local", 1, 2, 3, 4, 5]
 
 
-# ---- changed profiles
-
-
 def test_allowed_settings_change_the_profile() -> None:
     assert not list(planning.variants(PROFILE, planning.ALLOWED))
     (codec, wire), (halved, steps) = planning.variants(PROFILE, planning.CHOICES)
@@ -192,9 +180,6 @@ def test_settings_that_cannot_be_changed_are_left(
     assert [[*needed] for _, needed in planning.variants(profile, planning.CHOICES)] == [
         [kind] for kind in kinds
     ]
-
-
-# ---- why nothing fits
 
 
 def test_the_plan_error_names_the_room_of_each_process() -> None:

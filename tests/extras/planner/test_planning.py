@@ -20,9 +20,6 @@ def layers_of(result: Result) -> dict[int | str, int]:
     return {use.id: use.layers for use in result.devices}
 
 
-# ---- what is planned
-
-
 def test_equal_devices_take_equal_shares() -> None:
     profile = fleet_of(*(device(k or "local") for k in range(4)), speed=1e12)
     found = plan(profile, allow=NO_CHUNKS)
@@ -98,9 +95,6 @@ def test_boundaries_go_directly_where_that_is_faster() -> None:
         assert [entry.get("links") for entry in found.shard_plan] == [None, None, way]
 
 
-# ---- wishes
-
-
 def test_pins_exclusions_and_margins_are_kept() -> None:
     profile = fleet_of(device("local"), device(1), device(2), device(3))
     found = plan(profile, pins={2: (3, 5)}, excluded=[1])
@@ -143,9 +137,6 @@ def test_settings_that_change_results_are_only_taken_when_allowed() -> None:
     assert codec.predicted_step_s < usual.predicted_step_s
     more = plan(profile, allow={*ALLOWED, "micro-batch"})
     assert more.changes == {"micro_batches": 16}
-
-
-# ---- a given plan
 
 
 HALF = plan_of(("local", 4), (1, 8))
@@ -198,9 +189,6 @@ def test_evaluate_of_a_worse_plan_is_worse() -> None:
     assert other.predicted_step_s > 1.5 * half.predicted_step_s
 
 
-# ---- fewer machines
-
-
 def test_each_machine_is_compared_with_the_fleet_without_it() -> None:
     profile = fleet_of(
         device("local", machine="a"),
@@ -220,8 +208,6 @@ def test_each_machine_is_compared_with_the_fleet_without_it() -> None:
     small = fleet_of(device("local", memory_bytes=6 * GB), device(1, memory_bytes=6 * GB))
     assert [one["step_s"] for one in compared(small, **options)] == [None, None]
 
-
-# ---- layers in host memory
 
 SMALL = {"memory_bytes": 6 * GB, "activation_bytes_recomputed": 0.001 * GB}
 
@@ -275,9 +261,6 @@ def test_streamed_layers_of_a_given_plan_are_predicted_and_refused() -> None:
     assert (found.devices[0].streamed, found.devices[0].host_bytes) == (8, 0)
     (line,) = (one for one in text(described(found)).splitlines() if "8 of 12 layers" in one)
     assert "read from files, at 3 GB/s at most (assumed)" in line
-
-
-# ---- properties
 
 
 @PLANS
