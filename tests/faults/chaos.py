@@ -31,6 +31,7 @@ from hetero_framework.core.fields import WorkerId
 from hetero_framework.errors import HeteroError, PeerLostError, StoppedEarly, UserError
 from hetero_framework.log import Lines, log_to, to_stderr
 from hetero_framework.units import plural
+from tests.faults.programs import last_step
 
 COORDINATOR = "coordinator"
 _log = logging.getLogger(__name__)
@@ -126,10 +127,7 @@ class _Run:
 
     def step(self) -> int:
         """The last step that was written down."""
-        with suppress(OSError, IndexError, ValueError, KeyError):  # none yet, or half a line
-            lines = (self._output / "metrics.jsonl").read_bytes().splitlines()
-            return int(json.loads(lines[-1])["step"])
-        return 0
+        return last_step(self._output / "metrics.jsonl")
 
     def digests(self) -> dict[str, str]:
         """Of the tensors of the result."""

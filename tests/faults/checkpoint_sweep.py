@@ -147,14 +147,7 @@ def _read_case(
     return outcome
 
 
-_RESUMED = {
-    0: "killed",
-    1: "old",
-    2: "new",
-    3: "error",
-    4: "old without a word",
-    5: "said to be empty",
-}
+_RESUMED = ("killed", "old", "new", "error", "old without a word", "said to be empty")
 
 
 def _resume(root: Path, which: int | str) -> int:

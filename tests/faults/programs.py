@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ ROOT = Path(__file__).parents[2]
 def run(program: str, *words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", f"tests.faults.{program}", *map(str, words)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def last_step(metrics: Path) -> int:
+    with suppress(OSError, IndexError, ValueError, KeyError):  # none yet, or half a line
+        return int(json.loads(metrics.read_bytes().splitlines()[-1])["step"])
+    return 0
 
 
 def told(program: str, *words: object) -> list[dict[str, Any]]:

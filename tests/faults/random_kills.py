@@ -31,6 +31,7 @@ from hetero_framework.trainer.checkpoint import CheckpointStore
 from tests.extras.classification.test_classification_runs import KINDS as CLASSES
 from tests.extras.classification.test_classification_runs import save_rows
 from tests.extras.preferences.test_preference_runs import KTO, save_pairs, save_ratings
+from tests.faults.programs import last_step
 from tests.faults.soak import Command
 from tests.integration.test_parity import LORA
 from tests.samples import machines_here, save_llama, save_texts
@@ -196,9 +197,7 @@ class Victims:
 
     def step(self) -> int:
         """The last step that was written down."""
-        with suppress(OSError, IndexError, ValueError, KeyError):  # none yet, or half a line
-            return int(json.loads(self._metrics.read_bytes().splitlines()[-1])["step"])
-        return 0
+        return last_step(self._metrics)
 
     def kill(self, who: str) -> list[str]:
         """Those of them that were there."""

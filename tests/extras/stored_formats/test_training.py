@@ -26,15 +26,11 @@ TARGETS = {
     "deepseek_v3": ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"],
     "qwen3_moe": ["q_proj", "v_proj"],
 }
-# Architecture and form. 140 + 8 rows of kv_a_proj are no multiple of 128.
+# Form and architecture. 140 + 8 rows of kv_a_proj are no multiple of 128.
+OF_LLAMA = ("fp8 by tensor", "fp8 by row", "gptq 3", "gptq 4 in order of importance", "awq")
 CASES = {
-    "fp8 by tensor": "llama",
-    "fp8 by row": "llama",
-    "fp8 in blocks": "deepseek_v3",
-    "fp8 in blocks, of each expert": "qwen3_moe",
-    "gptq 3": "llama",
-    "gptq 4 in order of importance": "llama",
-    "awq": "llama",
+    **dict.fromkeys(OF_LLAMA, "llama"),
+    **{"fp8 in blocks": "deepseek_v3", "fp8 in blocks, of each expert": "qwen3_moe"},
     "mxfp4": "gpt_oss",
 }
 LIBRARY = {
