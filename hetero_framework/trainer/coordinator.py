@@ -159,15 +159,18 @@ def train(
     check_optimizer(config.training)
     for check in asked("run_checks", config):
         check(config)
-    resume = config.resume_step if resume is None else resume
-    arguments = _Arguments(resume, fresh, replan, debug, workers, access, islands, build)
-    return _Call(config, given, objects, arguments, progress or Progress()).run(absent)
+    how = resume, fresh, replan, debug, workers, access, islands, build
+    return _Call(config, given, objects, progress or Progress(), *how).run(absent)
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """Arguments of `train`, which describes them, with their defaults filled in."""
+@dataclass
+class _Call:
+    """One call of `train`, with its arguments: opens what a run needs, and closes it again."""
 
+    config: Config
+    given: Given
+    objects: set[str]
+    show: Progress
     resume: int | str | None
     fresh: bool
     replan: bool
@@ -177,15 +180,8 @@ class _Arguments:
     islands: Access | None
     build: BuildStages
 
-
-class _Call:
-    """One call of `train`: it opens what a run needs, has the run done, and closes it again."""
-
-    def __init__(
-        self, config: Config, given: Given, objects: set[str], arguments: _Arguments, show: Progress
-    ) -> None:
-        self._config, self._given, self._objects = config, given, objects
-        self._arguments, self._show = arguments, show
+    def __post_init__(self) -> None:
+        config = self.config
         self._events = log.Events(config.output_dir / log.EVENTS_FILE, "coordinator")
         self._store = CheckpointStore(config.checkpoints, config.training.save_total_limit)
         self._directories = RunDirectories(config, self._store)
@@ -193,9 +189,9 @@ class _Call:
 
     def run(self, absent: Iterable[str]) -> RunSummary:
         """Do the run. `absent` are lines on what is left out, as its extra is not installed."""
-        log_of_run = _log_of_run(self._config, self._show, self._events)
+        log_of_run = _log_of_run(self.config, self.show, self._events)
         armed = failpoints.armed("coordinator")
-        preprocess = control.having(PREPROCESS, self._given.get(PREPROCESS))
+        preprocess = control.having(PREPROCESS, self.given.get(PREPROCESS))
         with self._stop, self._directories, log_of_run, armed, preprocess:
             for line in absent:
                 _log.info("%s", line)
@@ -208,23 +204,24 @@ class _Call:
                     " is any; --fresh begins anew",
                 ) from None
             finally:
-                self._show.close()
+                self.show.close()
 
     def _prepared(self) -> RunSummary:
         """Find the state to begin with, read model and data, and do the run."""
-        config, store, resume = self._config, self._store, self._arguments.resume
-        is_cut_short = self._directories.is_unfinished and not self._arguments.fresh
+        config, store = self.config, self._store
+        resume = config.resume_step if self.resume is None else self.resume
+        is_cut_short = self._directories.is_unfinished and not self.fresh
         goes_on = is_cut_short and resume is None
         checkpoint = newest_state(config, store, "latest" if goes_on else resume, goes_on)
         kept = None
         if checkpoint is None:
             self._directories.check_fresh()
-        elif self._arguments.replan:
+        elif self.replan:
             kept = plan_in_force(checkpoint, config)
         prepared = setup.prepare(config, kept)
         computed = None
-        for make in asked("metrics", config, self._objects):
-            computed = make(self._given, prepared)
+        for make in asked("metrics", config, self.objects):
+            computed = make(self.given, prepared)
         if checkpoint is not None:
             checkpoint = same_run(checkpoint, prepared, must=not goes_on)
         with self._cluster(prepared) as cluster, Observers() as observers:
@@ -233,22 +230,22 @@ class _Call:
 
     def _cluster(self, prepared: setup.Prepared) -> Cluster:
         """Its workers and their threads follow from the plan that was given."""
-        arguments, structure = self._arguments, introspect(prepared.model_config)
-        longest_s = min(self._config.training.longest_outage_s, timeouts.REPLAN_S)
+        structure = introspect(prepared.model_config)
+        longest_s = min(self.config.training.longest_outage_s, timeouts.REPLAN_S)
         return Cluster(
             prepared.resolved.given,
             max_frame_bytes=prepared.max_frame_bytes,
             max_boundary_bytes=prepared.max_boundary_bytes,
-            build=arguments.build,
-            debug=arguments.debug,
+            build=self.build,
+            debug=self.debug,
             run_id=self._directories.run_id,
-            workers=arguments.workers,
-            access=arguments.access,
+            workers=self.workers,
+            access=self.access,
             should_stop=lambda: self._stop.requested is not None,
-            absence_s=longest_s if arguments.replan else None,
+            absence_s=longest_s if self.replan else None,
             id_layers=structure.id_readers,
             statistics=structure.statistics,
-            show_away=self._show.away,
+            show_away=self.show.away,
         )
 
     def _coordinator(
@@ -259,7 +256,7 @@ class _Call:
         computed: ComputedMetrics | None,
     ) -> Coordinator:
         """Start the workers and what watches the run."""
-        config, objects, arguments = self._config, self._objects, self._arguments
+        config, objects = self.config, self.objects
         facts = cluster.start(prepared.config.plan.owners)
         prepared = setup.fit_devices(prepared, facts)
         prediction = None
@@ -268,9 +265,9 @@ class _Call:
         times = prediction.pipeline if prediction is not None else None
         cluster.assemble(prepared.config, prepared.memory_limits, times)
         checkpoints = RunCheckpoints(self._store, cluster, prepared)
-        screen = Screen(self._show)
+        screen = Screen(self.show)
         observers.watch([MetricsFile(config.output_dir), EventLog(self._events), screen])
-        callbacks = control.as_list(self._given.get("callbacks") or ())
+        callbacks = control.as_list(self.given.get("callbacks") or ())
         watched = Watched(
             Placement(prepared, facts, cluster.loaded.direct),
             self._store,
@@ -282,16 +279,16 @@ class _Call:
         observers.watch(extra_observers(watched, objects))
         plans = Plans(prepared, facts)
         for make in asked("plans", config, objects):
-            plans = make(prepared, facts, survivors=arguments.replan)
+            plans = make(prepared, facts, survivors=self.replan)
         return Coordinator(
             prepared,
             cluster,
             checkpoints,
             self._directories,
             observers,
-            self._show,
+            self.show,
             self._stop,
-            _replicas(prepared, cluster, checkpoints, self._stop, arguments.islands),
+            _replicas(prepared, cluster, checkpoints, self._stop, self.islands),
             plans,
             prediction.step_s if prediction is not None else None,
             computed,

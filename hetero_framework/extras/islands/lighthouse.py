@@ -1,11 +1,9 @@
 """The lighthouse: the islands that are here, and the views in which they take part.
 
 An island is here as long as its link lives; meanwhile torchft (`quorums.py`) gets heartbeats for
-it. The lighthouse asks torchft again, each time under a new number, until all members of the
-answered quorum wait for that same answer: that quorum is their view. A quorum with an island that
-has left, or has asked again, is not used, nor one without an island that is here: torchft keeps
-questions that nobody waits for any more, and answers by itself where only those who took part last
-time have asked.
+it. The lighthouse asks torchft again, each time under a new number, until a quorum is of all
+islands that are here, each waiting for that answer: that is their view. torchft's may lack one: it
+answers at once where all of its last quorum have asked, even questions nobody waits for any more.
 """
 
 from __future__ import annotations
@@ -205,9 +203,8 @@ class Lighthouse:
         self._closed.wait(self._since + SETTLE_S - time.monotonic())
         while (asked := self._renewed(island, asked)) is not None:
             quorum = self._quorums.ask(island.id, asked, _ASK_S)
-            if quorum is not None and self._answer(quorum):
-                return
-            if self._closed.wait(_BEAT_S):  # torchft may fail, or answer without others, at once
+            # torchft may fail, or answer without others, at once.
+            if (quorum is not None and self._answer(quorum)) or self._closed.wait(_BEAT_S):
                 return
 
     def _renewed(self, island: _Island, number: int | None) -> int | None:
@@ -220,8 +217,7 @@ class Lighthouse:
             return island.number
 
     def _answer(self, quorum: Mapping[str, int]) -> bool:
-        """Give the members of a quorum their view, if they are all islands that are here and all
-        wait for this answer; return whether that is so."""
+        """Give all islands their view, if each waits for this quorum; return whether they do."""
         with self._lock:
             here = list(self._islands.values())
             if {island.id: island.number for island in here} != quorum:
