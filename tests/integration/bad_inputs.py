@@ -297,7 +297,9 @@ ROWS = [
     row("53-system", r"training\.output_dir", "/proc/none", **trained(output_dir="/proc/none")),
     row("53-nul", r"training\.output_dir", **trained(output_dir="a\0b")),
     # 54: a run starts afresh in the directory of another one and keeps its files aside.
-    row("55-model", r"trust_remote_code", "never run", **of("model", trust_remote_code=True)),
+    row(
+        "55-model", r"trust_remote_code", "never run", **of("model", **{"trust_remote_code": True})
+    ),
     row("55-top", "trust_remote_code.*never run", config={"trust_remote_code": True}),
     row("56-token", r"model\.token", "HF_TOKEN", **of("model", token="hf_" + "a1" * 17)),
     row("56-hub", r"hub_token", "HF_TOKEN", **trained(hub_token="x")),
