@@ -30,7 +30,7 @@ from hetero_framework.log import EVENTS_FILE
 
 ACTIONS = ("pause", "resume", "checkpoint", "stop")
 LOOPBACK = "127.0.0.1"
-_SILENCE_S = 10.0
+_SILENCE_S, _LAST_S = 10.0, 1.0  # of a connection; for the last news
 _MOST = 16  # most viewers, and most other connections
 _FILES = {"/": ("html", "html"), "/page.js": ("js", "javascript"), "/page.css": ("css", "css")}
 _RECORDS = ("metrics.jsonl", EVENTS_FILE, "samples.jsonl")
@@ -77,13 +77,13 @@ class PageServer(ThreadingHTTPServer):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """End the server. Pages get the last news, if they take it within a second."""
+        """End the server. Pages get the last news, if they take it within _LAST_S."""
         self.closing.set()
         self.shutdown()
         self._thread.join()
         self.server_close()
         with self._left:
-            self._left.wait_for(lambda: not any(self._open.values()), 1.0)
+            self._left.wait_for(lambda: not any(self._open.values()), _LAST_S)
             for connection in self._open:
                 with suppress(OSError):
                     connection.shutdown(2)  # both ways

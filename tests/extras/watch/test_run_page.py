@@ -13,10 +13,12 @@ import pytest
 
 from hetero_framework.config import Config
 from hetero_framework.errors import StoppedEarly
+from hetero_framework.extras.watch import page_server
 from hetero_framework.trainer.coordinator import train
 from tests.extras.watch.pages import Client, Halting, address_of, steered
 from tests.faults.final_state import assert_same_run
 from tests.integration.test_parity import assert_same, weights
+from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left", "verdicts")]
 TRAINING = {"max_steps": 12, "save_strategy": "no", "page": True}
@@ -82,8 +84,10 @@ def test_a_checkpoint_while_it_runs(config, plain, tmp_path) -> None:
 
 @pytest.mark.parametrize("pauses", [False, True])
 def test_stop_saves_and_the_run_goes_on_with_the_same_bits(
-    config, plain, tmp_path, pauses: bool
+    config, plain, tmp_path, pauses: bool, monkeypatch
 ) -> None:
+    monkeypatch.setattr(page_server, "_LAST_S", WAIT_S)
+
     def steer(page: Client, run: Halting) -> None:
         if pauses:
             page.act("pause")
