@@ -111,6 +111,6 @@ def logged() -> Iterator[list[str]]:
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """What a test has entered is left when it ends, the last first."""
+    """A stack that closes, at the end of the test, the contexts that the test entered in it."""
     with ExitStack() as made:
         yield made

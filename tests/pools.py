@@ -178,7 +178,7 @@ def is_listening(port: int) -> bool:
 
 
 def hetero(*words: str, **how: Any) -> subprocess.CompletedProcess[str]:
-    """What a process of `hetero` with these words ended with, and what it said."""
+    """Run `hetero` with these words; return its exit code and output."""
     program = [sys.executable, "-m", "hetero_framework", *words]
     return subprocess.run(program, capture_output=True, text=True, **{"timeout": 300, **how})
 

@@ -127,7 +127,8 @@ def train(
     **given: Unpack[Given],
 ) -> RunSummary:
     """Train as the coordinator, from start to finish. No worker outlives the call. Without `access`
-    the call is refused on a machine that the configuration names as a worker's.
+    the call is refused on a machine that the configuration names as a worker's. Raises the
+    HeteroError that fits the failure.
 
     Args:
         resume: A step number or "latest"; overrides `resume_step`. Without it an interrupted run of
@@ -140,8 +141,6 @@ def train(
         given: train_dataset, eval_dataset, processing_class, callbacks, compute_metrics and
             preprocess_logits_for_metrics, see `Given`. Data and tokenizer replace the
             configuration's and are saved in output_dir. Callbacks of imported files come last.
-
-    Raises the HeteroError that fits the failure.
     """
     if access is None:
         with suppress(Unnamed):
@@ -159,8 +158,20 @@ def train(
     check_optimizer(config.training)
     for check in asked("run_checks", config):
         check(config)
-    how = resume, fresh, replan, debug, workers, access, islands, build
-    return _Call(config, given, objects, progress or Progress(), *how).run(absent)
+    return _Call(
+        config=config,
+        given=given,
+        objects=objects,
+        show=progress or Progress(),
+        resume=resume,
+        fresh=fresh,
+        replan=replan,
+        debug=debug,
+        workers=workers,
+        access=access,
+        islands=islands,
+        build=build,
+    ).run(absent)
 
 
 @dataclass
@@ -771,7 +782,7 @@ class Coordinator:
     def _work_done(
         self, batches: Sequence[MicroBatch], seconds: float, stages: Mapping[int, StageStatistics]
     ) -> dict[str, Any]:
-        """What a step computed, and how long it took."""
+        """The entries of a step's line on its tokens and times."""
         tokens, forecast = sum(map(token_count, batches)), self._cluster.loaded.forecast
         return {
             "tokens": tokens,

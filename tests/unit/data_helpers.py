@@ -81,7 +81,7 @@ def make_config(base_dir: Path, data: dict[str, Any] | None = None, **training: 
 
 
 def examples_of(*lengths: int) -> Examples:
-    """Examples of so many tokens, all of which are trained."""
+    """Examples of these lengths in tokens; every token is a label."""
     builder = ExamplesBuilder()
     for length in lengths:
         builder.add([1] * length, [True] * length)

@@ -28,8 +28,8 @@ _MOST_BYTES = 64 << 20  # of a micro-batch; fits into a message of any run
 
 
 class MadePredictions:
-    """The predictions from one micro-batch's logits: the likeliest next token at each place, or
-    what the user's `preprocess` makes of logits [B, S, V], in float32, and labels [B, S]."""
+    """The predictions of one micro-batch. They are the likeliest next tokens, or the result of the
+    user's `preprocess(logits, labels)` with logits [B, S, V] in float32 and labels [B, S]."""
 
     def __init__(self) -> None:
         self._preprocess = control.function(PREPROCESS)

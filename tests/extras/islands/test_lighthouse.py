@@ -247,8 +247,8 @@ def test_a_quorum_of_questions_that_are_over_is_no_view(opened: Islands) -> None
 
 
 def test_a_quorum_without_an_island_that_is_here_is_no_view(opened: Islands) -> None:
-    """torchft answers at once where all of its last quorum have asked, and that may be one island
-    whose old question nobody waited for any more."""
+    """torchft answers at once when all members of its last quorum have asked. That quorum may have
+    been one island alone."""
 
     class Hasty(StandIn):
         def ask(self, id: str, number: int, timeout_s: float) -> dict[str, int] | None:

@@ -49,7 +49,7 @@ def raw(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def checked(raw: dict[str, Any], tmp_path: Path) -> Checked:
-    """What is found of the configuration as it is then, with these sections in place of its own."""
+    """Checks the configuration, after replacing the sections that are given."""
     return lambda **sections: check(Config.from_dict({**raw, **sections}, tmp_path))
 
 

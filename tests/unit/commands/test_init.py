@@ -218,7 +218,7 @@ def replies(*lines: str) -> Callable[[str], str]:
 
 
 ALL = Answers(model="m", layers=4, workers=["localhost"], adapter="lora", data="d", objective="sft")
-"""What the wizard asks for."""
+"""An answer to each question of the wizard."""
 
 
 @needs("chains", "classification")

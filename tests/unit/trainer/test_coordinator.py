@@ -64,7 +64,7 @@ class Failing:
 
 
 def fail_mkdir(monkeypatch: pytest.MonkeyPatch, config: Config, times: int, code: int) -> None:
-    """No directory can be made below that of the checkpoints, so many times."""
+    """Have the first `times` attempts to make a directory below the checkpoints fail."""
     failing = Failing(Path.mkdir, times, code, config.checkpoints)
     monkeypatch.setattr(Path, "mkdir", lambda *a, **k: failing(*a, **k))
 

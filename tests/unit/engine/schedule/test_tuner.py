@@ -111,7 +111,7 @@ def test_the_times_of_the_plan_count_until_a_step_is_measured() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Profile]]:
-    """What a schedule was tuned for, each time."""
+    """The micro-batches and profile of each call that tunes a schedule."""
     found: list[tuple[int, Profile]] = []
 
     def counted(profile: Profile, m: int, **options: object) -> object:
