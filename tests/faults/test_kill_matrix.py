@@ -19,7 +19,7 @@ MOST_S = 11.0
 
 pytestmark = [
     pytest.mark.faults,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(sys.platform == "win32", reason="the processes are forked"),
 ]
 

@@ -158,8 +158,9 @@ def test_a_network_that_drops_large_packets_costs_time_and_is_reported(cluster, 
 @pytest.mark.parametrize("machine", [0, 1])
 def test_doctor_reports_a_network_that_drops_large_packets(machine: int, cluster: Cluster) -> None:
     cluster.drop_large(machine)
-    found = [one for one in cluster.diagnosed() if one["check"] == "link"]
-    assert "drops large packets without telling" in found[0]["what"]
+    said = "drops large packets without telling"
+    found = [one for one in cluster.diagnosed() if said in one["what"]]  # a busy one is slow, too
+    assert {one["check"] for one in found} == {"link"}
     assert "MTU" in found[0]["fix"]
     cluster.shape(machine, networked.NETWORK)
     assert not any("drops large" in one["what"] for one in cluster.diagnosed())
