@@ -1,21 +1,20 @@
 """`hetero doctor --config`: finds what would stop a run, as seen from here, and says what to do.
 
-Each check is a function that yields the findings of a `MachineView`. `CHECKS` lists the checks
-here, and the registry's table "findings" lists the checks of extras. The coordinator's machine asks
-the workers that are up and lets them go again. A worker that serves a run is left alone.
+Each check is a function that yields an error for each obstacle in a `MachineView`; the error's hint
+says what to do. `CHECKS` lists the checks here, and the registry's table "findings" lists the
+checks of extras. The coordinator's machine asks the workers that are up and lets them go again. A
+worker that serves a run is left alone.
 """
 
 from __future__ import annotations
 
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -32,10 +31,21 @@ from hetero_framework.core import addresses, timeouts
 from hetero_framework.core import messages as m
 from hetero_framework.core.devices import open_device
 from hetero_framework.core.dial import DROPS_LARGE, MTU_ADVICE, connect
+from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
 from hetero_framework.core.threads import in_background
 from hetero_framework.engine.hosts import LinkLost
-from hetero_framework.errors import HeteroError, NetworkError, PeerLostError, UserError, attempt
+from hetero_framework.errors import (
+    ConfigError,
+    DeviceError,
+    HeteroError,
+    NetworkError,
+    PeerLostError,
+    ResourceError,
+    UserError,
+    attempt,
+    raised,
+)
 from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
@@ -43,9 +53,8 @@ from hetero_framework.models.files.quantization import check_devices, devices_kn
 from hetero_framework.models.sizing.memory import StageMemory, estimate_memory, recomputing
 from hetero_framework.security.access import Access, KeyOptions, access_of
 from hetero_framework.tables import lines, one_line
+from hetero_framework.trainer.disk_space import free_bytes
 from hetero_framework.units import bit_rate, seconds, size
-
-WorkerId = int | str
 
 _DIAL_S = 4.0
 _CALL_S = 12.0  # a worker that dials does so every few seconds
@@ -53,8 +62,8 @@ _ANSWER_S = 20.0
 _PROBE_BYTES = 1 << 20
 _SLOW_BITS_PER_S = 100e6
 _SLOW_ROUND_TRIP_S = 0.05
-CLOCK_S = 10.0
-"""Most seconds that a worker's clock may be off."""
+_CLOCK_S = 10.0
+"""Most seconds that another machine's clock may be off."""
 
 
 @dataclass(frozen=True)
@@ -225,26 +234,19 @@ def _answer(
 
 # -- checks ---------------------------------------------------------------------------------------
 
-Problems = Iterator[tuple[str, str]]
+Findings = Iterator[HeteroError]
 
 
-def _told(found: object, fix: str = "") -> Problems:
-    """Yield the problem if `found` is an error, with `fix` if the error has no hint."""
-    if isinstance(found, HeteroError):
-        yield found.message, found.hint or fix
-
-
-def version(view: MachineView) -> Problems:
-    for name, needed, here in versions.too_old():
-        yield f"{name} {here} is here, {name} {needed} is needed", "install the newer one"
+def version(view: MachineView) -> Findings:
+    yield from raised(versions.check)
     here = worker_info.facts()["versions"]
     for id, asked in view.workers.items():
-        there = (asked.facts or {}).get("versions", {})
+        there = here if asked.facts is None else asked.facts.get("versions", {})
         for name in here:
-            if asked.facts is not None and _release(there.get(name)) != _release(here[name]):
-                yield (
+            if _release(there.get(name)) != _release(here[name]):
+                yield UserError(
                     f"worker {id} has {name} {there.get(name)}, this machine {here[name]}",
-                    "install the same version on both; results are equal to the bit only then",
+                    hint="install the same version on both; results are equal to the bit only then",
                 )
 
 
@@ -252,48 +254,47 @@ def _release(text: Any) -> str:
     return str(text).partition("+")[0]
 
 
-def role(view: MachineView) -> Problems:
+def role(view: MachineView) -> Findings:
     if view.role is None:
-        yield (
+        yield ConfigError(
             "nothing in the configuration names this machine",
-            "correct hostname or ip of its entry, or start it with --role or --worker-id",
+            hint="correct hostname or ip of its entry, or start it with --role or --worker-id",
         )
 
 
-def names(view: MachineView) -> Problems:
+def names(view: MachineView) -> Findings:
     """Names unknown here, and names that mean loopback on their machine (Debian's 127.0.1.1)."""
     alone = len({machine_of(view.config, machine) for _, machine in view.entries}) == 1
     for id, machine in view.listeners:
         if addresses.parsed(machine.ip) is not None:
             continue
+        named = f"the name {machine.ip!r} of {process_name(id)}"
         if not addresses.resolve(machine.ip):
-            yield (
-                f"the name {machine.ip!r} of {process_name(id)} is not known here",
-                "check the spelling, or give the machine's IP address",
-            )
+            hint = "check the spelling, or give the machine's IP address"
+            yield NetworkError(f"{named} is not known here", hint=hint)
         elif id in view.local_ids and not alone and addresses.is_loopback_by_name(machine.ip):
-            yield (
-                f"the name {machine.ip!r} of {process_name(id)} is a loopback address on this"
-                " machine, which no other one can reach",
-                f"give its ip as {addresses.primary_address()}, or correct /etc/hosts",
+            yield NetworkError(
+                f"{named} is a loopback address on this machine, which no other one can reach",
+                hint=f"give its ip as {addresses.primary_address()}, or correct /etc/hosts",
             )
 
 
-def own_address(view: MachineView) -> Problems:
+def own_address(view: MachineView) -> Findings:
     for id, machine in view.listeners:
         if id in view.local_ids and not addresses.is_local_address(machine.ip):
-            yield (
+            yield NetworkError(
                 f"{process_name(id)} is on this machine, which does not have its address"
                 f" {machine.ip}",
-                f"give its ip as one of {', '.join(addresses.addresses_for_others()[:6])}",
+                hint=f"give its ip as one of {', '.join(addresses.addresses_for_others()[:6])}",
             )
 
 
-def keys(view: MachineView) -> Problems:
-    yield from _told(view.access, "hetero keys check says more")
+def keys(view: MachineView) -> Findings:
+    if isinstance(view.access, UserError):
+        yield view.access
 
 
-def port(view: MachineView) -> Problems:
+def port(view: MachineView) -> Findings:
     """Ports of this machine's workers that another program uses."""
     for worker in (view.config.worker(id) for id in view.local_ids if id != "local"):
         ip, number = worker.ip, worker.port
@@ -307,145 +308,130 @@ def port(view: MachineView) -> Problems:
         if not view.is_coordinator:
             view.notes.append(used)
         elif asked.problem is not None:
-            fix = f'stop it, or change "port" of worker {worker.id} on all machines'
-            yield f"{used}, which is not a worker", fix
+            hint = f'stop it, or change "port" of worker {worker.id} on all machines'
+            yield NetworkError(f"{used}, which is not a worker", hint=hint)
 
 
-def reach(view: MachineView) -> Problems:
+def reach(view: MachineView) -> Findings:
     """Workers out of reach. For a silent worker in another network the finding says so."""
     for id, asked in view.workers.items():
         if asked.busy is not None:
             view.notes.append(asked.busy)
         if asked.problem is None:
             continue
-        machine = view.config.worker(id)
-        away = "no route" in asked.problem.message or "no answer" in asked.problem.message
+        text, hint = asked.problem.message, asked.problem.hint or "look at its screen or log"
         networks = addresses.local_networks()
-        if away and addresses.in_none(machine.ip, networks):
-            yield (
-                f"{asked.problem.message}; this machine is in {', '.join(map(str, networks))} only",
-                f"put both into one network, or give the address of worker {id} in this one",
-            )
-        else:
-            yield from _told(asked.problem, "look at its screen or log")
+        away = "no route" in text or "no answer" in text
+        if away and addresses.in_none(view.config.machine(id).ip, networks):
+            text += f"; this machine is in {', '.join(map(str, networks))} only"
+            hint = f"put both into one network, or give the address of worker {id} in this one"
+        yield NetworkError(text, hint=hint)
 
 
-def clock(view: MachineView) -> Problems:
+def clock(view: MachineView) -> Findings:
     for id, asked in view.workers.items():
-        if asked.facts is not None and abs(asked.clock_s) > CLOCK_S:
-            way = "ahead of" if asked.clock_s > 0 else "behind"
-            yield (
-                f"the clock of worker {id} is {seconds(abs(asked.clock_s))} {way} this machine's",
-                "set both by the network (timedatectl set-ntp true); logs cannot be compared else",
-            )
+        yield from wrong_clock(f"worker {id}", asked.clock_s)
 
 
-def link(view: MachineView) -> Problems:
+def wrong_clock(where: str, off_s: float) -> Findings:
+    """Yield an error if the clock of `where` is `off_s` seconds ahead of ours, and that is much."""
+    if abs(off_s) > _CLOCK_S:
+        way = "ahead of" if off_s > 0 else "behind"
+        yield UserError(
+            f"the clock of {where} is {seconds(abs(off_s))} {way} this machine's",
+            hint="set both by the network (timedatectl set-ntp true); certificates and logs need"
+            " it",
+        )
+
+
+def link(view: MachineView) -> Findings:
     for id, asked in view.workers.items():
         if asked.drops_large:
-            yield f"worker {id} answers in small packets only: {DROPS_LARGE}", MTU_ADVICE
+            text = f"worker {id} answers in small packets only: {DROPS_LARGE}"
+            yield NetworkError(text, hint=MTU_ADVICE)
         if (speed := asked.speed) is None:
             continue
         slowest = min(speed.up_bytes_per_s, speed.down_bytes_per_s)
         if 8 * slowest < _SLOW_BITS_PER_S or speed.round_trip_s > _SLOW_ROUND_TRIP_S:
-            yield (
+            yield NetworkError(
                 f"the link to worker {id} is slow: {bit_rate(slowest)}, round trip"
                 f" {seconds(speed.round_trip_s)}",
-                'take a cable instead of Wi-Fi, or set wire to "bf16" or "int8"; hetero plan'
+                hint='take a cable instead of Wi-Fi, or set wire to "bf16" or "int8"; hetero plan'
                 " --measure tells what a step takes",
             )
 
 
-def configuration(view: MachineView) -> Problems:
+def configuration(view: MachineView) -> Findings:
     """Problems for which `hetero train` would not start a process."""
-    is_coordinator = view.is_coordinator
-    for refusal in refusals(view.config, data=is_coordinator, writes=is_coordinator):
-        yield from _told(refusal)
+    yield from refusals(view.config, data=view.is_coordinator, writes=view.is_coordinator)
 
 
-def model(view: MachineView) -> Problems:
+def model(view: MachineView) -> Findings:
     """A model that cannot be loaded, or whose layers the plan does not cover."""
     loaded = view.model
+    if isinstance(loaded, UserError):
+        yield loaded
+    elif loaded is not None and view.config.is_planned:
+        yield from raised(lambda: view.config.plan.covers(introspect(loaded).num_layers))
     if not view.config.is_planned:
         view.notes.append(
             'shard_plan is "auto" and no plan has been made yet: memory is not checked'
         )
-    elif isinstance(loaded, PretrainedConfig):
-        known = loaded
-        covers = attempt(lambda: view.config.plan.covers(introspect(known).num_layers))
-        yield from _told(covers, "correct shard_plan")
-    yield from _told(loaded, "correct model.name_or_path")
 
 
-def memory(view: MachineView) -> Problems:
+def memory(view: MachineView) -> Findings:
     for id, machine in view.entries:
         needed = sum(stage.total for stage in view.memory if stage.stage.owner == id)
+        free = None
         if id in view.local_ids:
-            room = attempt(partial(_free, machine.device))
-            if isinstance(room, UserError):
-                for what, fix in _told(room, "correct its device"):
-                    yield f"{process_name(id)}: {what}", fix
+            opened = attempt(partial(open_device, machine.device))
+            if isinstance(opened, UserError):
+                yield DeviceError(f"{process_name(id)}: {opened.message}", hint=opened.hint)
                 continue
-            free = room
+            free = opened.memory().free
         elif id in view.workers and (welcome := view.workers[id].welcome) is not None:
             free = welcome.memory_free
-        else:
-            continue
-        if needed > free:
-            yield (
+        if free is not None and needed > free:
+            yield ResourceError(
                 f"{process_name(id)} needs about {size(needed)}, its device has {size(free)} free",
-                "give it fewer layers, lower per_device_train_batch_size or data.max_length, or set"
-                ' training.gradient_checkpointing to "auto"',
+                hint="give it fewer layers, lower per_device_train_batch_size or data.max_length,"
+                ' or set training.gradient_checkpointing to "auto"',
             )
 
 
-def _free(device: str) -> int:
-    return open_device(device).memory().free
+def four_bit(view: MachineView) -> Findings:
+    if isinstance(view.model, PretrainedConfig):
+        reasons = devices_known(view.config, view.local_ids)
+        for id, asked in view.workers.items():
+            if asked.welcome is not None:
+                reasons[id] = asked.welcome.no_four_bit
+        yield from raised(partial(check_devices, view.config, view.model, reasons))
 
 
-def four_bit(view: MachineView) -> Problems:
-    if not isinstance(view.model, PretrainedConfig):
-        return
-    reasons = devices_known(view.config, view.local_ids)
-    for id, asked in view.workers.items():
-        if asked.welcome is not None:
-            reasons[id] = asked.welcome.no_four_bit
-    found = attempt(partial(check_devices, view.config, view.model, reasons))
-    yield from ((line, fix) for what, fix in _told(found) for line in what.splitlines())
-
-
-def attention(view: MachineView) -> Problems:
+def attention(view: MachineView) -> Findings:
     """Devices that cannot train with model.attn_implementation."""
     devices = {id: asked.welcome.device for id, asked in view.workers.items() if asked.welcome}
     for id in view.local_ids:
         with suppress(UserError):  # `memory` reports a missing device
             devices[id] = open_device(view.config.machine(id).device).name
     if view.config.is_planned:
-        yield from _told(attempt(partial(check_attention, view.config, devices)))
+        yield from raised(partial(check_attention, view.config, devices))
 
 
-def disk(view: MachineView) -> Problems:
+def disk(view: MachineView) -> Findings:
     """Too little room for two checkpoints on the coordinator."""
     state = sum(stage.gradients + stage.states for stage in view.memory)
     if view.is_coordinator and view.config.training.save_strategy != "no":
-        free = _free_bytes(view.config.checkpoints)
+        folder = view.config.checkpoints
+        free = free_bytes(folder)
         if free is not None and free < 2 * state:
-            yield (
-                f"two checkpoints need {size(2 * state)}, {size(free)} are free in"
-                f" {view.config.checkpoints}",
-                "free some, or set checkpoint_dir to another disk",
+            yield ResourceError(
+                f"two checkpoints need {size(2 * state)}, {size(free)} are free in {folder}",
+                hint="free some, or set checkpoint_dir to another disk",
             )
 
 
-def _free_bytes(directory: Path) -> int | None:
-    """Free bytes on the disk of a directory, which need not exist; None where that is unknown."""
-    for path in (directory, *directory.absolute().parents):
-        with suppress(OSError):
-            return shutil.disk_usage(path).free
-    return None
-
-
-def directory(view: MachineView) -> Problems:
+def directory(view: MachineView) -> Findings:
     if not view.is_coordinator:
         return
     for folder in dict.fromkeys((view.config.output_dir, view.config.checkpoints)):
@@ -455,12 +441,14 @@ def directory(view: MachineView) -> Problems:
         try:
             FileLock(lock).acquire(timeout=0).lock.release()
         except Timeout:
-            yield f"a run is writing into {folder}", "wait for it, or choose another output_dir"
+            hint = "wait for it, or choose another output_dir"
+            yield ResourceError(f"a run is writing into {folder}", hint=hint)
         except OSError as error:
-            yield f"cannot lock {folder}: {error.strerror}", "make it writable, or choose another"
+            hint = "make it writable, or choose another"
+            yield ResourceError(f"cannot lock {folder}: {error.strerror}", hint=hint)
 
 
-CHECKS: tuple[Callable[[MachineView], Problems], ...] = (
+CHECKS: tuple[Callable[[MachineView], Findings], ...] = (
     *(version, role, names, own_address, keys, port, reach, clock, link, configuration, model),
     *(memory, four_bit, attention, disk, directory),
 )
@@ -475,8 +463,9 @@ def diagnose(
     checks += [(name, registry.find("findings", name)) for name in registry.installed("findings")]
     found: dict[str, dict[str, str]] = {}  # by `what`, since two checks may find the same
     for name, check in checks:
-        for what, fix in check(view):
-            found.setdefault(what, {"check": name, "what": what, "fix": fix})
+        for error in check(view):
+            what = error.message
+            found.setdefault(what, {"check": name, "what": what, "fix": error.hint or ""})
     here = " and ".join(map(process_name, view.local_ids)) or "nothing in this configuration"
     return {"this_machine": here, "findings": list(found.values()), "notes": view.notes}
 
@@ -486,7 +475,7 @@ def text(result: dict[str, Any]) -> str:
     found = [(one_line(f["what"]), one_line(f["fix"])) for f in result["findings"]]
     return lines(
         f"this machine is {result['this_machine']}",
-        *(line for what, fix in found for line in (f"wrong: {what}", f"    do: {fix}")),
+        *(f"wrong: {what}" + f"\n    do: {fix}" * bool(fix) for what, fix in found),
         *(f"note: {one_line(note)}" for note in result["notes"]),
         None if found else "nothing is wrong",
     )

@@ -12,10 +12,10 @@ from hetero_framework import control, repository
 from hetero_framework.config import Config, ModelConfig
 from hetero_framework.config.asked_extras import absent_extras, asked
 from hetero_framework.config.optimizers import optimizer_problems
-from hetero_framework.config.problems import Problem, report
+from hetero_framework.config.problems import raise_all
 from hetero_framework.data.sources import find_sources
 from hetero_framework.data.tokenizer import tokenizer_place
-from hetero_framework.errors import ConfigError, DataError, ModelError, UserError, attempt
+from hetero_framework.errors import ConfigError, DataError, ModelError, UserError, raised
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Names of the number of layers in config.json."""
@@ -24,11 +24,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 def preflight(config: Config, *, data: bool = True, writes: bool = False) -> None:
     """Raise the error of the only problem, or a ConfigError that lists several problems."""
     errors = list(refusals(config, data=data, writes=writes))
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        problems = [Problem("", error.message, error.hint or "") for error in errors]
-        raise ConfigError(report("the configuration", problems))
+    raise_all("the configuration", errors, ConfigError)
 
 
 def refusals(config: Config, *, data: bool, writes: bool) -> Iterator[UserError]:
@@ -49,15 +45,15 @@ def declared_layers(fields: dict[str, Any]) -> int | None:
 
 
 def _heart(config: Config) -> Iterator[UserError]:
-    yield from _raised(lambda: list(absent_extras(config)))
+    yield from raised(lambda: list(absent_extras(config)))
     yield from optimizer_problems(config.training)
     computes = control.function("compute_metrics") is not None
-    yield from _raised(partial(config.check_metric, computes=computes))
+    yield from raised(partial(config.check_metric, computes=computes))
 
 
 def _model(config: Config) -> Iterator[UserError]:
     if config.model is not None and config.training.reads_text:  # others may have no layers
-        yield from _raised(partial(_check_layers, config, config.model))
+        yield from raised(partial(_check_layers, config, config.model))
 
 
 def _check_layers(config: Config, model: ModelConfig) -> None:
@@ -76,9 +72,9 @@ def _data(config: Config) -> Iterator[UserError]:
     if config.data is None:
         return
     if config.model is not None and config.model.tokenizer is not None:
-        yield from _raised(partial(tokenizer_place, config))
+        yield from raised(partial(tokenizer_place, config))
     for spec in config.data.origins:
-        yield from _raised(partial(find_sources, spec, config.base_dir))
+        yield from raised(partial(find_sources, spec, config.base_dir))
     template = config.data.chat_template_path
     if template is not None and not config.path(template).is_file():
         yield DataError(f"data.chat_template_path: there is no file {config.path(template)}")
@@ -86,7 +82,7 @@ def _data(config: Config) -> Iterator[UserError]:
 
 def _of_extras(config: Config) -> Iterator[UserError]:
     for check in asked("run_checks", config):
-        yield from _raised(partial(check, config))
+        yield from raised(partial(check, config))
 
 
 def _directories(config: Config) -> Iterator[UserError]:
@@ -111,8 +107,3 @@ def _directories(config: Config) -> Iterator[UserError]:
             f"{setting}: cannot write into {directory}: {why}",
             hint=f"choose another {setting}{option}",
         )
-
-
-def _raised(check: Callable[[], object]) -> Iterator[UserError]:
-    found = attempt(check)
-    yield from [found] if isinstance(found, UserError) else ()

@@ -526,7 +526,8 @@ def test_what_no_extra_here_has_is_told_in_one_sentence() -> None:
 
 
 def test_doctor_asks_the_extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._registered, ("findings", "mine"), (lambda _: [("a", "b")], {}))
+    mine = lambda view: [ConfigError("a", hint="b")]  # noqa: E731
+    monkeypatch.setitem(registry._registered, ("findings", "mine"), (mine, {}))
     config = Config.from_dict(
         {"coordinator": {"ip": "127.0.0.1"}, "shard_plan": [{"id": "local", "start": 0, "end": 2}]},
         tmp_path,

@@ -25,7 +25,7 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def findings(view: MachineView) -> Iterator[tuple[str, str]]:
+def findings(view: MachineView) -> Iterator[UserError]:
     """Programs that a run's diagram lacks, for `hetero doctor`."""
     training = view.config.training
     drawn = training.visualize and training.visualization_format != "mmd"
@@ -35,9 +35,9 @@ def findings(view: MachineView) -> Iterator[tuple[str, str]]:
         plainer = "matplotlib draws the diagram; the package graphviz gives a better one"
         view.notes.append(f"there is no program dot, so {plainer}")
         return
-    yield (
+    yield UserError(
         "there is no program dot (Graphviz) and no matplotlib, so no diagram is drawn",
-        'install the package graphviz, or set training.visualization_format to "mmd"',
+        hint='install the package graphviz, or set training.visualization_format to "mmd"',
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from hetero_framework.commands.options import DEFAULT_CONFIG
 from hetero_framework.config import LIGHTHOUSE_PORT, Config, host_and_port, split_address
+from hetero_framework.config.problems import raise_all
 from hetero_framework.config.strict_json import parse_object
 from hetero_framework.core import addresses, timeouts, tls
 from hetero_framework.core.dial import Listener
@@ -230,20 +231,11 @@ def listing(keys: KeyDirectory) -> str:
     return "\n".join(lines)
 
 
-Problem = tuple[str, str]
-"""A problem and its remedy."""
-
-
 def check(config: Config | None, keys: KeyDirectory) -> str:
     """Check the keys; return a text with the processes that have keys. Raises IdentityError that
     lists every problem."""
     keys.settle()
-    wrong = list(problems(config, keys))
-    if len(wrong) == 1:
-        raise IdentityError(wrong[0][0], hint=wrong[0][1])
-    if wrong:
-        listed = "\n".join(f"  {problem}: {advice}" for problem, advice in wrong)
-        raise IdentityError(f"{len(wrong)} things are wrong with the keys in {keys.path}\n{listed}")
+    raise_all(f"the key directory {keys.path}", list(problems(config, keys)), IdentityError)
     lines = []
     for process in keys.processes():
         identity, file = keys.identity(process), keys.bundle(process)
@@ -253,32 +245,34 @@ def check(config: Config | None, keys: KeyDirectory) -> str:
     return "\n".join([*lines, "all good"])
 
 
-def findings(view: MachineView) -> Iterator[Problem]:
+def findings(view: MachineView) -> Iterator[UserError]:
     """The problems of this machine's keys, for `hetero doctor`."""
     try:
         if isinstance(view.access, Keyed):
             yield from problems(view.config, view.access.keys)
     except UserError as error:
-        yield error.message, error.hint or "hetero keys check says more"
+        yield error
 
 
-def problems(config: Config | None, keys: KeyDirectory) -> Iterator[Problem]:
+def problems(config: Config | None, keys: KeyDirectory) -> Iterator[IdentityError]:
     """All problems of the keys here. A key may be damaged, revoked, out of its time, missing from
     the list of certificates, of another authority, or of no worker in the configuration."""
     for left_over in keys.left_overs():
         text = f"{left_over} was left by a change of keys that was interrupted"
-        yield text, "delete it; the next change of keys does so, too. The other files are whole"
+        hint = "delete it; the next change of keys does so, too. The other files are whole"
+        yield IdentityError(text, hint=hint)
     processes = keys.processes()
     if not processes:
         again = f"{keys.kind.invite} prints the line that makes them"
-        yield f"there are no keys in {keys.path}", again
+        yield IdentityError(f"there are no keys in {keys.path}", hint=again)
         return
     try:
         ours = certificates.read_authority(keys).cluster if keys.has_authority else None
         listed = {int(entry.serial, 16): entry for entry in certificates.issued(keys)}
         gone = keys.revoked()
     except IdentityError as error:
-        yield error.message, error.hint or "hetero keys rotate makes all of it anew"
+        anew = error.hint or "hetero keys rotate makes all of it anew"
+        yield IdentityError(error.message, hint=anew)
         return
     cluster = ours
     for process in processes:
@@ -286,7 +280,7 @@ def problems(config: Config | None, keys: KeyDirectory) -> Iterator[Problem]:
         try:
             identity, pem = keys.identity(process), keys.read(file.name)
         except IdentityError as error:
-            yield error.message, error.hint or "have it invited again"
+            yield IdentityError(error.message, hint=error.hint or "have it invited again")
             continue
         problem = x509.bundle_problem(pem, identity)
         cluster = cluster or identity.cluster
@@ -302,9 +296,9 @@ def problems(config: Config | None, keys: KeyDirectory) -> Iterator[Problem]:
             remedy = "have it invited again, or remove the file"
             if process == "local" and keys.has_authority:
                 remedy = "remove the file; the next `hetero invite` makes another one"
-            yield f"{file}: {problem}", remedy
+            yield IdentityError(f"{file}: {problem}", hint=remedy)
         elif (late := tls.clock_problem(tls.context(file, server=False))) is not None:
-            yield f"{file.name}: {late}", tls.SET_CLOCK
+            yield IdentityError(f"{file.name}: {late}", hint=tls.SET_CLOCK)
     yield from _wrong_lists(keys, ours, listed, gone)
 
 
@@ -317,23 +311,25 @@ def _not_configured(config: Config | None, process: str) -> str | None:
 
 def _wrong_lists(
     keys: KeyDirectory, ours: str | None, listed: Mapping[int, certificates.Issued], gone: Set[int]
-) -> Iterator[Problem]:
+) -> Iterator[IdentityError]:
     """Contradictions between the lists and the authority here, whose cluster is `ours`."""
     path = keys.path / ISSUED
     if ours is None:
         if listed:
-            where = f"copy {AUTHORITY} here from where you keep it"
-            yield f"{path} is here without the {AUTHORITY} that it belongs to", where
+            text = f"{path} is here without the {AUTHORITY} that it belongs to"
+            yield IdentityError(text, hint=f"copy {AUTHORITY} here from where you keep it")
         return
     if not keys.has("local"):
         text = f"there is no {keys.bundle('local')}, the key of {keys.kind.called('local')}"
-        yield text, "the next `hetero invite` makes it"
+        yield IdentityError(text, hint="the next `hetero invite` makes it")
     anew = "restore the list, or replace the authority and all keys: hetero keys rotate"
     if others := {entry.cluster for entry in listed.values()} - {"", ours}:
-        yield f"{path} is the list of cluster {', '.join(others)}; the authority is of {ours}", anew
+        text = f"{path} is the list of cluster {', '.join(others)}; the authority is of {ours}"
+        yield IdentityError(text, hint=anew)
     if missing := gone - listed.keys():
         text = f"{len(missing)} of the certificates in {keys.path / REVOKED} are not in {ISSUED}"
-        yield f"{text}: one of the two is of another authority, or has lost entries", anew
+        text += ": one of the two is of another authority, or has lost entries"
+        yield IdentityError(text, hint=anew)
 
 
 def revoke(keys: KeyDirectory, process: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hetero_framework.cluster.roles import Role
 from hetero_framework.commands import diagnosis
 from hetero_framework.config import Config
 from hetero_framework.extras.islands import island_diagnosis
@@ -31,7 +32,8 @@ def config_at(tmp_path: Path, lighthouse: str, **coordinator: Any) -> Config:
 
 def problems(tmp_path: Path, lighthouse: str, **coordinator: Any) -> list[str]:
     config = config_at(tmp_path, lighthouse, **coordinator)
-    return [f"{what} -> {fix}" for what, fix in island_diagnosis.problems(config, None, 10.0)]
+    made = diagnosis.MachineView(config, Role(True, ()))
+    return [f"{error.message} -> {error.hint}" for error in island_diagnosis.findings(made)]
 
 
 def test_a_working_lighthouse_has_no_findings(tmp_path: Path, lighthouse: int) -> None:
@@ -40,7 +42,8 @@ def test_a_working_lighthouse_has_no_findings(tmp_path: Path, lighthouse: int) -
 
 def test_a_run_without_islands_has_no_problem_with_them(tmp_path: Path) -> None:
     alone = config_at(tmp_path, "127.0.0.1:1").with_changes(island=None)
-    assert list(island_diagnosis.problems(alone, None, 10.0)) == []
+    made = diagnosis.MachineView(alone, Role(True, ()))
+    assert list(island_diagnosis.findings(made)) == []
 
 
 def test_an_unreachable_lighthouse_is_reported(tmp_path: Path) -> None:
@@ -67,7 +70,7 @@ def test_a_wrong_clock_is_reported(
     monkeypatch.setattr(island_diagnosis, "clock_at", lambda *_: time.time() + 3600)
     [found] = problems(tmp_path, f"127.0.0.1:{lighthouse}")
     assert "the clock of the lighthouse's machine is" in found
-    assert "ahead of this one's" in found
+    assert "ahead of this machine's" in found
 
 
 def test_doctor_includes_the_check_of_islands(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def asked(made: MachineView, **said: Any) -> MachineView:
     return made
 
 
-def found(check: Callable[[MachineView], diagnosis.Problems], made: MachineView) -> list[str]:
-    return [f"{what} -> {fix}" for what, fix in check(made)]
+def found(check: Callable[[MachineView], diagnosis.Findings], made: MachineView) -> list[str]:
+    return [f"{error.message} -> {error.hint}" for error in check(made)]
 
 
 @contextlib.contextmanager
@@ -182,7 +182,7 @@ def test_other_versions(changes: dict[str, Any], said: str, tmp_path: Path) -> N
 def test_versions_that_are_too_old_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "too_old", lambda: [("torch", ">=2.11", "2.9")])
     (line, *_) = found(diagnosis.version, asked(view(tmp_path)))
-    assert "torch 2.9 is here, torch >=2.11 is needed" in line
+    assert "torch 2.9 (needed: >=2.11) -> pip install" in line
 
 
 @pytest.mark.parametrize(("seconds", "way"), [(60.0, "ahead of"), (-60.0, "behind")])
