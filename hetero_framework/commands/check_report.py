@@ -8,42 +8,36 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 import psutil
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from hetero_framework import control, registry
+from hetero_framework import registry
 from hetero_framework.commands.options import role_here
 from hetero_framework.config import Config, process_name
-from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core.devices import Device, open_device
-from hetero_framework.data.sources import find_sources
+from hetero_framework.core.fields import WorkerId
 from hetero_framework.data.train_data import TrainData
 from hetero_framework.engine.schedule.tuner import assumed_profile
 from hetero_framework.engine.schedule.tuning import tune
 from hetero_framework.errors import UserError, attempt
+from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.family import as_saved
 from hetero_framework.models.cut.introspect import introspect
-from hetero_framework.models.cut.language import tower_lines
-from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.shard import load_model_config
-from hetero_framework.models.files.consistency import stored_lines
-from hetero_framework.models.files.quantization import check_devices, devices_known, mixed_lines
+from hetero_framework.models.files.quantization import check_devices, devices_known
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.models.sizing.memory import StageMemory, estimate_memory, recomputing
 from hetero_framework.models.sizing.streaming import BUS_RATE, FILE_RATE
-from hetero_framework.models.verify.boundary_contents import check_codec, crossing_lines
 from hetero_framework.tables import Part, lines, table
 from hetero_framework.trainer.memory_checks import host_memory_lines, with_one_memory
-from hetero_framework.trainer.python_data import COMPUTE
-from hetero_framework.trainer.resolution import Resolved
+from hetero_framework.trainer.resolution import Decision, Resolved
 from hetero_framework.trainer.setup import (
-    check_compiled,
     check_objective,
     prepare,
     read_data,
@@ -51,7 +45,6 @@ from hetero_framework.trainer.setup import (
 )
 from hetero_framework.units import plural, seconds, share, size
 
-WorkerId = int | str
 _LARGE_BUBBLE = 0.2
 MOST_EXAMPLES = 20_000
 """Most examples of a data set that are read."""
@@ -64,6 +57,19 @@ _MEMORY = ("weights", "gradients", "optimizer", "activations", "logits", "host")
 _HEAD = ("process", "machine", "device", "layers", "memory needed", "with checkpointing")
 
 
+@dataclass
+class _Look:
+    """What is known before any process is started, and `notes`, lines for the user."""
+
+    config: Config
+    model: PretrainedConfig | None = None
+    adapter: AdapterPlan | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    tokens: int | None = None  # of the longest row
+    decisions: Sequence[Decision] = ()
+    notes: list[str] = field(default_factory=list)
+
+
 def check(config: Config, *, show: int = 0) -> dict[str, Any]:
     """The whole report as JSON types; sizes are in bytes. Raises PlanError when the plan does not
     fit the model, and whatever `hetero train` raises before it starts a process.
@@ -71,113 +77,114 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
     Args:
         show: How many examples of the training data the report holds.
     """
-    check_optimizer(config.training)
-    computes = control.function(COMPUTE) is not None
-    config.check_metric(objective_of(config.training).evaluated, computes=computes)
     quiet_libraries(config.training.log_level)
     role = role_here(config)
     here: tuple[WorkerId, ...] = () if role is None else role.ids
-    resolved = Resolved.start(config) if config.is_planned else None
-    schedule = forecast(config) if config.is_planned else None
-    layers = config.shard_plan[-1].end if config.is_planned else None
-    notes: list[str] = []
-    model_config: PretrainedConfig | None = None
+    owners: Sequence[WorkerId] = ["local", *(worker.id for worker in config.workers)]
+    layers = schedule = None
+    if config.is_planned:
+        owners, layers, schedule = config.plan.owners, config.plan.num_layers, forecast(config)
+    look = _look(config, here)
     memory: list[StageMemory] = []
     lessened: list[StageMemory] = []
-    if config.model is not None:
-        model_config = load_model_config(config.model, config.base_dir)
-        layers = introspect(model_config).num_layers
-        if resolved is not None:
-            config.plan.covers(layers)
-        check_devices(config, model_config, devices_known(config, here))
-    if resolved is not None and model_config is not None and config.data and "local" in here:
-        parts = prepare(config, say=notes.append, most=MOST_EXAMPLES)
-        resolved, model_config, plan = parts.resolved, parts.model_config, parts.adapter_plan
-        reasons = {decision.reason for decision in resolved.decisions}
-        notes = [note for note in notes if note not in reasons]
-        config = resolved.config
-        tokens = parts.data.settings.max_length or parts.data.row_tokens
-        tokenizer = parts.tokenizer
-        notes += _padding_lines(config, parts.data)
-    else:
-        notes += [f"warning: {warning}" for warning in config.warnings()]
-        plan = None if model_config is None else adapter_plan_of(config, model_config)
-        if model_config is not None:
-            check_objective(config, model_config, plan)
-        if resolved is None:
-            notes.append(_UNPLANNED)
-        elif model_config is None:
-            notes.append("there is no model section, so layers and memory are not checked")
-        else:
-            notes += mixed_lines(config)
-            check_compiled(config, model_config)
-            check_attention(config)
-            tokens = config.row_tokens
-            resolved = resolve_loss_chunk(resolved, model_config, tokens)
-            config = resolved.config
-            notes += [f"warning: {remark}" for remark in (plan.remarks if plan else ())]
-            check_codec(config, model_config, plan, tokens)
-            notes += crossing_lines(config, model_config, tokens)
-            notes += tower_lines(model_config)
-            assert config.model is not None
-            notes += stored_lines(config.model, config.base_dir)
-        tokenizer = _look_at_data(config, model_config, here, notes)
-    if schedule is not None and model_config is not None:
-        held = schedule["held"]
-        estimate = partial(estimate_memory, model_config=model_config, plan=plan, tokens=tokens)
-        one = with_one_memory(config, here)
-        notes += host_memory_lines(config, one)
-
-        def placed(estimate: list[StageMemory]) -> list[StageMemory]:
-            return [m.placed(m.device, one_memory=m.stage.owner in one) for m in estimate]
-
-        memory = placed(estimate(config, in_flight=held))
-        notes += _copy_lines(memory)
-        if (least := recomputing(config)) != config:
-            lessened = placed(estimate(least, in_flight=held))
-            notes.append(
-                '"auto" of gradient_checkpointing and offload: a run computes as few stages again,'
-                " and then streams as few layers, as it takes to fit the devices; the last column"
-                " has as many as there may be"
-            )
-    owners: Sequence[WorkerId] = ["local", *(worker.id for worker in config.workers)]
-    owners = config.plan.owners if config.is_planned else owners
+    if look.model is not None:
+        layers = introspect(look.model).num_layers
+        if schedule is not None:
+            memory, lessened = _memory(look, look.model, here, schedule["held"])
     examples = []
-    if show and tokenizer is not None:
-        examples = registry.needed("views", "shown", "--show")(config, tokenizer, show)
-    processes = [_process(config, owner, memory, lessened) for owner in owners]
+    if show and look.tokenizer is not None:
+        examples = registry.needed("views", "shown", "--show")(look.config, look.tokenizer, show)
+    processes = [_process(look.config, owner, memory, lessened) for owner in owners]
     return {
         "layers": layers,
-        "model_type": as_saved(model_config).model_type if model_config is not None else None,
+        "model_type": as_saved(look.model).model_type if look.model is not None else None,
         "objective": config.training.objective,
         "processes": processes,
         "schedule": schedule,
-        "this_machine": _this_machine(here, processes, notes),
-        "decisions": [asdict(decision) for decision in resolved.decisions] if resolved else [],
-        "notes": notes,
+        "this_machine": _this_machine(here, processes, look.notes),
+        "decisions": [asdict(decision) for decision in look.decisions],
+        "notes": look.notes,
         "examples": [asdict(example) for example in examples],
     }
 
 
-def _look_at_data(
-    config: Config,
-    model_config: PretrainedConfig | None,
-    here: Sequence[WorkerId],
-    notes: list[str],
-) -> PreTrainedTokenizerBase | None:
-    """Add remarks on the data to `notes`, or why they are not read. Returns a tokenizer, if any."""
-    if config.data is None:
-        notes.append("there is no data section, so this configuration cannot be trained")
-    elif here and "local" not in here:
-        notes.append("the data are not looked for: only the coordinator needs them")
+def _look(config: Config, here: Sequence[WorkerId]) -> _Look:
+    """Look at the model and the data: as a run would where that is possible, else in part."""
+    look = _Look(config)
+    if config.model is not None:
+        look.model = load_model_config(config.model, config.base_dir)
+        if config.is_planned:
+            config.plan.covers(introspect(look.model).num_layers)
+        check_devices(config, look.model, devices_known(config, here))
+        if config.is_planned and config.data is not None and "local" in here:
+            return _as_a_run(config)
+    look.notes += [f"warning: {warning}" for warning in config.warnings()]
+    if look.model is not None:
+        look.adapter = adapter_plan_of(config, look.model)
+        check_objective(config, look.model, look.adapter)
+        remarks = look.adapter.remarks if look.adapter is not None else ()
+        look.notes += [f"warning: {remark}" for remark in remarks]
+    if not config.is_planned:
+        look.notes.append(_UNPLANNED)
+    elif look.model is None:
+        look.notes.append("there is no model section, so layers and memory are not checked")
     else:
-        for spec in config.data.origins:
-            find_sources(spec, config.base_dir)
-        if model_config is not None:
-            tokenizer, data = read_data(config, model_config, most=MOST_EXAMPLES)
-            notes += [*data.report, *_padding_lines(config, data)]
-            return tokenizer
-    return None
+        check_attention(config)
+        resolved = resolve_loss_chunk(Resolved.start(config), look.model, config.row_tokens)
+        look.config, look.decisions = resolved.config, resolved.decisions
+    if config.data is None:
+        look.notes.append("there is no data section, so this configuration cannot be trained")
+    elif here and "local" not in here:
+        look.notes.append("the data are not looked for: only the coordinator needs them")
+    elif look.model is not None:
+        look.tokenizer, data = read_data(config, look.model, most=MOST_EXAMPLES)
+        look.notes += [*data.report, *_padding_lines(config, data)]
+    return look
+
+
+def _as_a_run(config: Config) -> _Look:
+    """Look at what a run reads before it starts a process."""
+    said: list[str] = []
+    made = prepare(config, say=said.append, most=MOST_EXAMPLES)
+    decisions = made.resolved.decisions
+    reasons = {decision.reason for decision in decisions}
+    notes = [note for note in said if note not in reasons]
+    notes += _padding_lines(made.config, made.data)
+    return _Look(
+        made.config,
+        model=made.model_config,
+        adapter=made.adapter_plan,
+        tokenizer=made.tokenizer,
+        tokens=made.data.settings.max_length or made.data.row_tokens,
+        decisions=decisions,
+        notes=notes,
+    )
+
+
+def _memory(
+    look: _Look, model: PretrainedConfig, here: Sequence[WorkerId], held: Sequence[int]
+) -> tuple[list[StageMemory], list[StageMemory]]:
+    """The memory of each stage, which stores up to `held` forwards, and the least memory if "auto"
+    settings can lower it, else []."""
+    one = with_one_memory(look.config, here)
+    look.notes += host_memory_lines(look.config, one)
+
+    def estimated(config: Config) -> list[StageMemory]:
+        found = estimate_memory(
+            config, model, in_flight=held, plan=look.adapter, tokens=look.tokens
+        )
+        return [m.placed(m.device, one_memory=m.stage.owner in one) for m in found]
+
+    memory = estimated(look.config)
+    look.notes += _copy_lines(memory)
+    if (least := recomputing(look.config)) == look.config:
+        return memory, []
+    look.notes.append(
+        '"auto" of gradient_checkpointing and offload: a run computes as few stages again,'
+        " and then streams as few layers, as it takes to fit the devices; the last column"
+        " has as many as there may be"
+    )
+    return memory, estimated(least)
 
 
 def _padding_lines(config: Config, data: TrainData) -> Iterator[str]:
