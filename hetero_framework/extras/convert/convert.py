@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +49,8 @@ _INSTEAD = {
     **{f"training.{name}_strategy": f"training.{name}_steps" for name in ("save", "eval")},
 }
 _FIRST = ("trl", "rl", "reward_model", "stage", "pref_loss", "loss_type", "dpo_loss_type")
-_MIXING = {
-    "interleave_under": "first_exhausted",
-    "interleave_over": "all_exhausted",
-    "interleave_once": "all_exhausted_without_replacement",
-}
 _OF_LOSSES = ("training.loss_type", "training.loss_weights")
+_LATE = ("training.load_best_model_at_end", *_OF_LOSSES)  # judged beside all other settings
 _OF_EVALUATIONS = (
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
     *("early_stopping_patience", "early_stopping_threshold"),
@@ -142,12 +137,8 @@ class Conversion:
                 why = "a run has sets of one format: write all rows as messages, or all as prompt"
                 self._say(key, None, BY_HAND, f"{why} and completion")
         elif key in _NAMED_SETS and value and self.program == "LLaMA-Factory":
-            names = _listed(value)
-            weights = self._mixing(names) if key == "dataset" else ()
-            limit = self.given.get("max_samples")
-            sets = [{"path": name, "max_samples": limit} for name in names]
-            self._use_sets(key, sets, _NAMED_SETS[key], weights)
-            to = f"data.{_NAMED_SETS[key]}"
+            names, to = _listed(value), f"data.{_NAMED_SETS[key]}"
+            self.settings[to] = names[0] if len(names) == 1 else names
             why = (
                 f"write the files or hub names that dataset_info.json gives for these into {to},"
                 " and Alpaca's rows as messages, since the chat template writes them there"
@@ -316,23 +307,23 @@ class Conversion:
         if objective == "kto":
             path = "training.train_sampling_strategy"
             self._force(path, "sequential", "KTO takes the order of the file")
-        training = {p[9:]: v for p, v in self.settings.items() if p.startswith("training.")}
-        losses = {path: training.pop(path[9:]) for path in _OF_LOSSES if path in self.settings}
-        best = "training.load_best_model_at_end"
-        if has(best) and (wrong := _fit(best, True, training)[1]):
-            self._drop(best, wrong)
-            del training[best[9:]]
-        for path, value in losses.items():  # their check sees all other settings
-            training[path[9:]], wrong = _fit(path, value, training)
-            if wrong:
-                self._drop(path, wrong)
-                del training[path[9:]]
-            else:
-                self.settings[path] = training[path[9:]]
+        self._judge_late_settings()
         for path, name in _NEEDED.items():
             if path not in self.settings:
                 self.settings[path] = name
                 self._say(path, None, BY_HAND, f"the file names none: write it in {path}")
+
+    def _judge_late_settings(self) -> None:
+        paths = (path for path in self.settings if path.startswith("training."))
+        context = {path[9:]: self.settings[path] for path in paths if path not in _LATE}
+        for path in _LATE:
+            if not self.settings.get(path):
+                continue
+            value, wrong = _fit(path, self.settings[path], context)
+            if wrong:
+                self._drop(path, wrong)
+            else:
+                self.settings[path] = context[path[9:]] = value
 
     def _force(self, path: str, value: Any, why: str) -> None:
         """Give a setting a value, whatever the file says."""
@@ -341,53 +332,22 @@ class Conversion:
         if not any(path in row.to for row in self.rows):
             self.defaults[path] = value
 
-    def _use_sets(
-        self, key: str, entries: list[dict[str, Any]], role: str, weights: Sequence[float] = ()
-    ) -> None:
-        """Take sets of data. Training sets may be sources with settings of their own. All sets of
-        an evaluation share one split and configuration."""
-        paths = [_listed(e.get("data_files") or e.get("path")) for e in entries]
-        names = [name for found in paths for name in found]
+    def _use_sets(self, key: str, entries: list[dict[str, Any]], role: str) -> None:
+        """Take sets of data, which share one split and one configuration."""
+        found = (_listed(entry.get("data_files") or entry.get("path")) for entry in entries)
+        names = [name for paths in found for name in paths]
         self.settings[f"data.{role}"] = names[0] if len(names) == 1 else names
         for number, entry in enumerate(entries):
             if entry.get("data_files") and entry.get("path") not in (None, *_LOADERS):
                 why = "download these files, and write their names in data.train"
                 self._say(f"{key}[{number}].data_files", entry["data_files"], BY_HAND, why)
-        told = {"split": f"data.{role}_split", "name": "data.dataset_config"}
-        differ = [name for name in told if len({entry.get(name) for entry in entries}) > 1]
-        for name, path in told.items():
-            if (value := entries[0].get(name)) and name not in differ:
-                self.settings[path] = value
-        limits = [entry.get("max_samples") for entry in entries]
-        if role == "train" and (differ or weights or any(limits)):
-            sources = [
-                {
-                    "path": found[0] if len(found) == 1 else found,
-                    "split": entry.get("split") if "split" in differ else None,
-                    "dataset_config": entry.get("name") if "name" in differ else None,
-                    "weight": weight,
-                    "max_samples": limit,
-                }
-                for entry, found, weight, limit in zip_longest(entries, paths, weights, limits)
-            ]
-            self.settings["data.train"] = [
-                {name: value for name, value in source.items() if value is not None}
-                for source in sources
-            ]
-        elif differ:
-            for number, entry in enumerate(entries[1:], 1):
-                why = f"all data of an evaluation have one {told[differ[0]]}; save it as a file"
-                self._say(f"{key}[{number}]", entry.get(differ[0]), BY_HAND, why)
-
-    def _mixing(self, names: Sequence[str]) -> list[float]:
-        """Interleave the sets where the file asks for it, and return their weights, else []."""
-        strategy = str(self.given.get("mix_strategy", "concat"))
-        if len(names) < 2 or strategy not in _MIXING:
-            return []
-        stop = _MIXING[strategy]
-        self.settings |= {"data.mixing": "interleave", "data.stopping_strategy": stop}
-        shares = _listed(self.given.get("interleave_probs")) or [1 / len(names)] * len(names)
-        return [float(share) for share in shares]
+        for name, path in {"split": f"data.{role}_split", "name": "data.dataset_config"}.items():
+            values = [entry.get(name) for entry in entries]
+            if any(value != values[0] for value in values):
+                why = "the sets differ in it: make each a source of data.train with its own, or a"
+                self._say(f"{key}.{name}", values, BY_HAND, f"{why} file of its own")
+            elif values[0]:
+                self.settings[path] = values[0]
 
 
 @cache
@@ -471,12 +431,8 @@ def _fit(path: str, value: Any, context: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _placed(value: Any, place: Callable[[str], str]) -> Any:
-    """Paths, or the paths in sources, which `place` rewrites for another file."""
-    if isinstance(value, list):
-        return [_placed(part, place) for part in value]
-    if isinstance(value, dict):
-        return {**value, "path": _placed(value["path"], place)}
-    return place(value)
+    """One path or several, which `place` rewrites for another file."""
+    return [place(part) for part in value] if isinstance(value, list) else place(value)
 
 
 def _entries(key: str, value: Any) -> list[dict[str, Any]]:

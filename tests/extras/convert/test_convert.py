@@ -27,11 +27,14 @@ FOREIGN = Path(__file__).with_name("foreign")
 BY_HAND: dict[str, list[str]] = {
     **{f"axolotl_{name}": [] for name in ("qlora.yml", "chat.yml", "full.yaml", "text.yml")},
     "axolotl_dpo.yml": ["datasets[0].type"],
-    **{f"llama_factory_{name}.yaml": ["dataset"] for name in ("lora", "qlora", "full", "pretrain")},
-    **{f"llama_factory_{name}.yaml": ["dataset"] for name in ("dpo", "kto")},
-    **{f"trl_{name}.txt": [] for name in ("full", "lora", "dpo")},
+    **{f"llama_factory_{name}.yaml": ["dataset"] for name in ("qlora", "kto")},
+    **{
+        f"llama_factory_{name}.yaml": ["dataset", "max_samples"]
+        for name in ("lora", "full", "pretrain", "dpo")
+    },
+    **{f"trl_{name}.yaml": [] for name in ("full", "lora", "dpo")},
     **{f"trl_{name}.json": [] for name in ("classes", "kto")},
-    "trl_recipe.yaml": ["chat_template_path"],
+    "trl_recipe.yaml": ["datasets.split", "chat_template_path"],
 }
 KEPT = ("taken", "changed", "no effect here")
 Report = dict[str, Any]
@@ -106,37 +109,24 @@ def test_settings_mean_the_same(case: dict[str, Any], convert) -> None:
         assert "to do by hand" not in {row["status"] for row in report["keys"]}
 
 
-def sources(config: Config) -> list[dict[str, Any]]:
-    return [source.model_dump(exclude_none=True) for source in config.data.sources]
-
-
-def test_sets_that_differ_become_sources(convert) -> None:
-    _, config = convert("trl_recipe.yaml")
-    ours = [{"path": "org/one", "split": "train"}, {"path": "org/two", "split": "train[:10%]"}]
-    assert sources(config) == ours
+@pytest.mark.parametrize("key", ["datasets", "test_datasets"])
+def test_what_differs_between_sets_is_left_to_the_user(key: str, convert) -> None:
     sets = "[{path: o/a, type: alpaca, name: x}, {path: o/b, type: alpaca, name: y}]"
-    _, config = convert("a.yml", f"{AXOLOTL}datasets: {sets}\n")
-    assert [source["dataset_config"] for source in sources(config)] == ["x", "y"]
-    report, _ = convert("a.yml", f"{AXOLOTL}datasets: [{{path: o/c}}]\ntest_datasets: {sets}\n")
-    assert rows(report)["test_datasets[1]"]["status"] == "to do by hand"
+    train = "datasets: [{path: o/c}]\n" * (key != "datasets")
+    report, config = convert("a.yml", f"{AXOLOTL}{train}{key}: {sets}\n")
+    row = rows(report)[f"{key}.name"]
+    assert (row["status"], row["value"]) == ("to do by hand", ["x", "y"])
+    assert getattr(config.data, "eval" if "test" in key else "train") == ("o/a", "o/b")
+    assert config.data.dataset_config is None
 
 
-def test_interleaved_sets_have_weights(convert) -> None:
+def test_mixtures_of_llama_factory_are_left_to_the_user(convert) -> None:
     text = "model_name_or_path: m\nstage: sft\ndataset: a, b\nmix_strategy: interleave_over\n"
-    _, config = convert("l.yaml", f"{text}interleave_probs: 0.3,0.7\nval_size: 20\n")
-    assert (config.data.mixing, config.data.stopping_strategy) == ("interleave", "all_exhausted")
-    assert [source["weight"] for source in sources(config)] == [0.3, 0.7]
-    assert config.data.val_set_size == 20
-    _, config = convert("l.yaml", text.replace("_over", "_under"))
-    assert [source["weight"] for source in sources(config)] == [0.5, 0.5]
-    _, config = convert("l.yaml", text.replace("interleave_over", "concat"))
-    assert (config.data.mixing, sources(config)) == ("concatenate", [])
-
-
-def test_sets_of_llama_factory_are_named_with_their_limit(convert) -> None:
-    report, config = convert("llama_factory_lora.yaml")
-    assert sources(config) == [{"path": name, "max_samples": 2} for name in ("identity", "chats")]
+    report, config = convert("l.yaml", f"{text}interleave_probs: 0.3,0.7\nval_size: 20\n")
+    for key in ("dataset", "mix_strategy", "interleave_probs"):
+        assert rows(report)[key]["status"] == "to do by hand"
     assert "dataset_info.json" in rows(report)["dataset"]["why"]
+    assert (config.data.train, config.data.val_set_size) == (("a", "b"), 20)
 
 
 def test_streams_need_a_number_of_steps(convert) -> None:
@@ -158,7 +148,7 @@ def defaults_of(cls: type) -> dict[str, Any]:
 
 
 def test_defaults_are_those_of_the_installed_trl(convert) -> None:
-    report, config = convert("a.txt", "trl sft --model_name_or_path m --dataset_name d --use_peft")
+    report, config = convert("t.yaml", BEGIN["t.yaml"] + "use_peft: true\n")
     ours = config.to_dict()
     theirs = defaults_of(trl.SFTConfig) | {"bf16": True, "pad_to_multiple_of": None}
     ours["training"] |= {"eval_strategy": config.training.evaluation, "log_level": "passive"}
@@ -222,7 +212,7 @@ def test_machines_come_from_options(convert) -> None:
     assert config.quantization(1) is not None or config.workers[0].quantization == "none"
     assert not config.is_planned
     machines = ("--worker", "10.0.0.5", "--coordinator", "10.0.0.4")
-    _, config = convert("trl_full.txt", None, *machines)  # what it says of keys is not in the JSON
+    _, config = convert("trl_full.yaml", None, *machines)  # what it says of keys is not in the JSON
     assert config.coordinator.ip == "10.0.0.4"
 
 
@@ -247,25 +237,19 @@ def test_the_report_is_readable(convert, capsys, tmp_path) -> None:
         ("a.yml", "base_model: m\nrl: dpo\ndpo_norm_loss: true\n", "sigmoid_norm"),
         ("a.yaml", "stage: dpo\ntemplate: x\npref_loss: kto_pair\n", "orpo and simpo are"),
         ("a.yaml", "stage: dpo\ntemplate: x\npref_bco_weight: 0.5\n", "running mean"),
-        ("a.txt", "trl dpo --model_name_or_path m --loss_type aot\n", "sorts the pairs"),
-        ("a.txt", "trl dpo --model_name_or_path m --loss_type sigmoid aot\n", "sorts the pairs"),
-        ("a.txt", "trl dpo --model_name_or_path m --sync_ref_model true\n", "the reference stays"),
+        ("a.yml", "trl: dpo\nloss_type: aot\n", "sorts the pairs"),
+        ("a.yml", "trl: dpo\nloss_type: [sigmoid, aot]\n", "sorts the pairs"),
+        ("a.yml", "trl: dpo\nloss_type: ipo\nsync_ref_model: true\n", "the reference stays"),
         ("a.yml", "base_model: m\nadapter: llama-adapter\n", "only LoRA"),
         ("a.yaml", "stage: ppo\ntemplate: x\n", "TRL trains it"),
         ("a.yaml", "stage: sft\nfinetuning_type: freeze\n", "LoRA or all weights"),
-        ("a.txt", "trl grpo --model_name_or_path m\n", 'trl: "grpo" of TRL is not done here'),
-        ("a.txt", "trl sft --eos_token 'x\n", "has no end"),
-        ("a.txt", "echo hello\n", "nor one command line of TRL"),
-        ("a.txt", "M=m\ntrl sft --model_name_or_path $M\n", "nor one command line of TRL"),
-        ("a.txt", "trl sft --model_name_or_path m > log.txt\n", "nor one command line of TRL"),
-        ("a.txt", "trl sft $1\n", "nor one command line of TRL"),
-        ("a.txt", "trl sft now --seed 1\n", "now stands where an option"),
+        ("a.yml", "trl: grpo\nloss_type: ipo\n", 'trl: "grpo" of TRL is not done here'),
+        ("a.txt", "trl sft --model_name_or_path m\n", "a.txt is neither YAML nor JSON"),
         ("a.py", "from trl import SFTConfig\n", "a program in Python"),
         ("a.yml", "base_model: [\n", "a.yml, line 2, column 1: not valid YAML"),
         ("a.yml", "base_model: m\nbase_model: n\n", '"base_model" is given twice (lines 1 and 2)'),
         ("a.json", '{"SFTConfig": {"seed": 1}, "args": {"seed": 2}}', "seed is given twice"),
         ("a.yml", "base_model: m\nspecial_tokens: x\n", "a value of another kind than axolotl"),
-        ("a.txt", "trl sft --seed 1 --config no.yaml\n", "cannot read"),
         ("a.yml", "- 1\n", "must hold one object"),
         ("a.yml", "name: x\n", "is not of axolotl, LLaMA-Factory or TRL"),
         ("a.json", '{"coordinator": {}, "shard_plan": []}', "is not of axolotl"),
@@ -285,7 +269,7 @@ def test_what_cannot_be_converted_is_refused(
 
 def test_an_existing_file_stays(tmp_path, capsys) -> None:
     (tmp_path / "c.json").write_text("{}")
-    assert main(["convert", str(FOREIGN / "trl_full.txt"), "-o", str(tmp_path / "c.json")]) == 2
+    assert main(["convert", str(FOREIGN / "trl_full.yaml"), "-o", str(tmp_path / "c.json")]) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert (tmp_path / "c.json").read_text() == "{}"
 
@@ -304,16 +288,15 @@ def test_an_existing_file_stays(tmp_path, capsys) -> None:
         " --gradient_checkpointing false --logging_steps 3 --max_steps 20 --save_total_limit 2",
     ],
 )
-def test_command_lines_mean_what_trls_own_parser_says(
-    method: str, options: str, convert, tmp_path
-) -> None:
+def test_keys_mean_what_trls_own_parser_says(method: str, options: str, convert, tmp_path) -> None:
     classes = {"sft": trl.SFTConfig, "reward": trl.RewardConfig}
     cls: Any = classes[method] if method in classes else trl_classes(method)[1]
     parser = transformers.HfArgumentParser(cls)
     line = f"{options} --output_dir out"
     (theirs,) = parser.parse_args_into_dataclasses([*line.split(), "--use_cpu"])
-    command = f"trl {method} --model_name_or_path m --dataset_name d {line}"
-    _, config = convert("a.txt", command + "\n")
+    keys = (option.split() for option in line.split("--")[1:])
+    keys = "".join(f"{name}: {value[0] if value else 'true'}\n" for name, *value in keys)
+    _, config = convert("t.yaml", f"trl: {method}\n{BEGIN['t.yaml']}{keys}")
     ours = {**config.data.model_dump(), **config.training.model_dump()}
     differs = {
         *("report_to", "run_name", "logging_dir", "hub_strategy", "log_level", "loss_type"),
