@@ -6,24 +6,21 @@ Also reports whether `hetero train` would accept model and data. Loads no weight
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-import psutil
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework import registry
 from hetero_framework.commands.options import role_here
 from hetero_framework.config import Config, process_name
-from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.data.train_data import TrainData
 from hetero_framework.engine.schedule.tuner import assumed_profile
 from hetero_framework.engine.schedule.tuning import tune
-from hetero_framework.errors import UserError, attempt
+from hetero_framework.errors import raised
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.attention import check_attention
@@ -35,7 +32,13 @@ from hetero_framework.models.library import quiet_libraries
 from hetero_framework.models.sizing.memory import StageMemory, estimate_memory, recomputing
 from hetero_framework.models.sizing.streaming import BUS_RATE, FILE_RATE
 from hetero_framework.tables import Part, lines, table
-from hetero_framework.trainer.memory_checks import host_memory_lines, with_one_memory
+from hetero_framework.trainer.memory_checks import (
+    check_memory,
+    devices_of,
+    facts_here,
+    host_memory_lines,
+    with_one_memory,
+)
 from hetero_framework.trainer.resolution import Decision, Resolved
 from hetero_framework.trainer.setup import (
     check_objective,
@@ -101,7 +104,7 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
         "objective": config.training.objective,
         "processes": processes,
         "schedule": schedule,
-        "this_machine": _this_machine(here, processes, look.notes),
+        "this_machine": _this_machine(look, here, memory, lessened or memory),
         "decisions": [asdict(decision) for decision in look.decisions],
         "notes": look.notes,
         "examples": [asdict(example) for example in examples],
@@ -322,35 +325,33 @@ def _process(
 
 
 def _this_machine(
-    here: Sequence[WorkerId], processes: list[dict[str, Any]], notes: list[str]
+    look: _Look,
+    here: Sequence[WorkerId],
+    memory: Sequence[StageMemory],
+    least: Sequence[StageMemory],
 ) -> dict[str, Any]:
-    """This machine's processes, and whether they fit its devices and host memory."""
+    """This machine's processes, and whether they fit its devices and host memory. `least` is the
+    memory if each "auto" saves as much as it can."""
     if not here:
-        notes.append("nothing here names this machine; train on it needs --role or --worker-id")
+        text = "nothing here names this machine; train on it needs --role or --worker-id"
+        look.notes.append(text)
         return {"role": "has no role in this configuration", "devices": []}
-    names = [process_name(owner) for owner in here]
-    devices: dict[str, Device] = {}
-    needed: Counter[str] = Counter()
-    least: Counter[str] = Counter()
-    for process in (one for one in processes if one["name"] in names):
-        device = attempt(partial(open_device, process["device"]))
-        if isinstance(device, UserError):
-            notes.append(f"warning: {process['name']}: {device.message}")
-            continue
-        most, less = process["memory_bytes"] or 0, process["memory_recomputing_bytes"]
-        devices[device.name] = device
-        needed[device.name] += most
-        least[device.name] += most if less is None else less
+    facts, absent = facts_here(look.config, here)
+    look.notes += [f"warning: {error.message}" for error in absent]
     shown = []
-    for name, device in devices.items():
-        available = device.memory().free
-        needs = f"needs {size(needed[name])}, " if needed[name] else ""
-        if least[name] < needed[name]:
-            needs += f"{size(least[name])} with gradient checkpointing, "
-        shown.append(f"{name} ({device.label}): {needs}{size(available)} free")
-        if least[name] > available:
-            notes.append(f"warning: {name} of this machine has too little free memory")
-    host = sum(process["host_bytes"] for process in processes if process["name"] in names)
-    if host > psutil.virtual_memory().available:
-        notes.append(f"warning: this machine has less free host memory than {size(host)}")
-    return {"role": " and ".join(names), "devices": shown}
+    for owners, free in devices_of(look.config, facts):
+        needed, less = (
+            sum(m.total for m in estimate if m.stage.owner in owners)
+            for estimate in (memory, least)
+        )
+        fact = next(facts[owner] for owner in owners)
+        needs = f"needs {size(needed)}, " if needed else ""
+        if less < needed:
+            needs += f"{size(less)} with gradient checkpointing, "
+        shown.append(f"{fact.device} ({fact.label}): {needs}{size(free)} free")
+    if look.model is not None:
+        fits = partial(check_memory, look.config, least, facts, look.model)
+        for error in raised(fits):
+            look.notes += [f"warning: {line}" for line in error.message.splitlines()]
+            look.notes.append(f"to fit the memory: {error.hint}")
+    return {"role": " and ".join(map(process_name, here)), "devices": shown}

@@ -12,7 +12,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -22,6 +21,7 @@ from transformers import PretrainedConfig
 
 from hetero_framework import control, registry, versions
 from hetero_framework.cluster import link_probe, worker_info
+from hetero_framework.cluster.cluster import MachineFacts
 from hetero_framework.cluster.roles import Role, machine_of
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.commands.options import role_here
@@ -29,7 +29,6 @@ from hetero_framework.commands.preflight import refusals
 from hetero_framework.config import Config, Machine, WorkerConfig, process_name
 from hetero_framework.core import addresses, timeouts
 from hetero_framework.core import messages as m
-from hetero_framework.core.devices import open_device
 from hetero_framework.core.dial import DROPS_LARGE, MTU_ADVICE, connect
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
@@ -37,7 +36,6 @@ from hetero_framework.core.threads import in_background
 from hetero_framework.engine.hosts import LinkLost
 from hetero_framework.errors import (
     ConfigError,
-    DeviceError,
     HeteroError,
     NetworkError,
     PeerLostError,
@@ -54,6 +52,7 @@ from hetero_framework.models.sizing.memory import StageMemory, estimate_memory, 
 from hetero_framework.security.access import Access, KeyOptions, access_of
 from hetero_framework.tables import lines, one_line
 from hetero_framework.trainer.disk_space import free_bytes
+from hetero_framework.trainer.memory_checks import check_memory, facts_here
 from hetero_framework.units import bit_rate, seconds, size
 
 _DIAL_S = 4.0
@@ -379,43 +378,29 @@ def model(view: MachineView) -> Findings:
         )
 
 
-def memory(view: MachineView) -> Findings:
-    for id, machine in view.entries:
-        needed = sum(stage.total for stage in view.memory if stage.stage.owner == id)
-        free = None
-        if id in view.local_ids:
-            opened = attempt(partial(open_device, machine.device))
-            if isinstance(opened, UserError):
-                yield DeviceError(f"{process_name(id)}: {opened.message}", hint=opened.hint)
-                continue
-            free = opened.memory().free
-        elif id in view.workers and (welcome := view.workers[id].welcome) is not None:
-            free = welcome.memory_free
-        if free is not None and needed > free:
-            yield ResourceError(
-                f"{process_name(id)} needs about {size(needed)}, its device has {size(free)} free",
-                hint="give it fewer layers, lower per_device_train_batch_size or data.max_length,"
-                ' or set training.gradient_checkpointing to "auto"',
-            )
-
-
-def four_bit(view: MachineView) -> Findings:
-    if isinstance(view.model, PretrainedConfig):
-        reasons = devices_known(view.config, view.local_ids)
-        for id, asked in view.workers.items():
-            if asked.welcome is not None:
-                reasons[id] = asked.welcome.no_four_bit
-        yield from raised(partial(check_devices, view.config, view.model, reasons))
-
-
-def attention(view: MachineView) -> Findings:
-    """Devices that cannot train with model.attn_implementation."""
-    devices = {id: asked.welcome.device for id, asked in view.workers.items() if asked.welcome}
-    for id in view.local_ids:
-        with suppress(UserError):  # `memory` reports a missing device
-            devices[id] = open_device(view.config.machine(id).device).name
+def devices(view: MachineView) -> Findings:
+    """Devices that are absent, or that cannot hold or train their process's part of the model."""
+    facts, absent = facts_here(view.config, view.local_ids)
+    yield from absent
+    if not isinstance(view.model, PretrainedConfig):
+        return
+    answers = view.workers.items()
+    facts |= {id: MachineFacts.of(asked.welcome) for id, asked in answers if asked.welcome}
+    reasons = devices_known(view.config) | {id: fact.no_four_bit for id, fact in facts.items()}
+    checks: list[Callable[[], object]] = [partial(check_devices, view.config, view.model, reasons)]
     if view.config.is_planned:
-        yield from raised(partial(check_attention, view.config, devices))
+        names = {id: fact.device for id, fact in facts.items()}
+        memory = [
+            stage.placed(facts[owner].device, one_memory=facts[owner].host_free is None)
+            for stage in view.memory
+            if (owner := stage.stage.owner) in facts
+        ]
+        least = recomputing(view.config)
+        checks.append(partial(check_attention, view.config, names))
+        checks.append(partial(check_memory, least, memory, facts, view.model))
+    for error in (error for check in checks for error in raised(check)):
+        for line in error.message.splitlines():
+            yield type(error)(line, hint=error.hint)
 
 
 def disk(view: MachineView) -> Findings:
@@ -450,7 +435,7 @@ def directory(view: MachineView) -> Findings:
 
 CHECKS: tuple[Callable[[MachineView], Findings], ...] = (
     *(version, role, names, own_address, keys, port, reach, clock, link, configuration, model),
-    *(memory, four_bit, attention, disk, directory),
+    *(devices, disk, directory),
 )
 
 

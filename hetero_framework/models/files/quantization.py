@@ -121,7 +121,7 @@ def check_devices(
         elif (stored or config.quantization(owner)) and (why := reasons.get(owner)) is not None:
             problems.append(f"{name} cannot hold quantised weights: {why}")
     if problems:
-        raise ConfigError("; ".join(problems), hint=_FULL if stored else _WITHOUT)
+        raise ConfigError("\n".join(problems), hint=_FULL if stored else _WITHOUT)
 
 
 def mixed_lines(config: Config) -> list[str]:

@@ -212,28 +212,34 @@ def test_model_and_data_that_are_not_here(tmp_path: Path) -> None:
     assert "the model has 9" in found(diagnosis.model, view(tmp_path, model=large))[0]
 
 
+def welcome(**said: Any) -> SimpleNamespace:
+    """The answer of a worker with room for all."""
+    much = {"memory_total": 1 << 40, "memory_free": 1 << 40, "host_free": 1 << 40}
+    device = {"device": "cpu", "device_label": "a CPU", "no_four_bit": None}
+    return SimpleNamespace(**{**much, **device, **said})
+
+
 def test_memory_and_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "memory", lambda self: Memory(1 << 10, 1 << 10))
-    (line,) = found(diagnosis.memory, asked(view(tmp_path)))
-    assert "coordinator needs about" in line
-    assert "1.00 KiB free" in line
-    lines = found(diagnosis.memory, asked(view(tmp_path), welcome=SimpleNamespace(memory_free=1)))
-    assert "worker 1 needs about" in lines[1]
+    (line,) = found(diagnosis.devices, asked(view(tmp_path)))
+    assert line.startswith("the coordinator has 1.00 KiB free, ")
+    assert "-> give it fewer layers in shard_plan" in line
+    small = welcome(device="cuda:0", memory_free=1)
+    lines = found(diagnosis.devices, asked(view(tmp_path), welcome=small))
+    assert lines[1].startswith("worker 1 has 1 B free, ")
     absent = view(tmp_path, coordinator={"device": "cuda:77"})
-    assert "cuda:77" in found(diagnosis.memory, asked(absent))[0]
+    assert "cuda:77" in found(diagnosis.devices, asked(absent))[0]
 
 
 def test_four_bits_on_a_device_without_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Device, "four_bit", lambda self: Support(False, "bitsandbytes is absent"))
-    made = view(tmp_path)
-    assert found(diagnosis.four_bit, made) == []
+    made = asked(view(tmp_path))
+    assert found(diagnosis.devices, made) == []
     made.model.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}  # type: ignore[union-attr]
-    assert (
-        "cannot hold quantised weights: bitsandbytes is absent"
-        in found(diagnosis.four_bit, made)[0]
-    )
+    (line,) = found(diagnosis.devices, made)
+    assert "coordinator cannot hold quantised weights: bitsandbytes is absent" in line
 
 
 def test_a_worker_that_was_asked_knows_its_4_bits_best(
@@ -242,17 +248,19 @@ def test_a_worker_that_was_asked_knows_its_4_bits_best(
     monkeypatch.setattr(diagnosis, "devices_known", lambda *_: {1: "assumed to have none"})
     made = view(tmp_path)
     made.model.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}  # type: ignore[union-attr]
-    assert "assumed to have none" in found(diagnosis.four_bit, asked(made))[0]
-    assert found(diagnosis.four_bit, asked(made, welcome=SimpleNamespace(no_four_bit=None))) == []
+    *_, line = found(diagnosis.devices, asked(made))
+    assert line.startswith("worker 1 cannot hold quantised weights: assumed")
+    lines = found(diagnosis.devices, asked(made, welcome=welcome()))
+    assert not any("worker 1" in line for line in lines)
 
 
 def test_attention_that_a_device_does_not_train_with(tmp_path: Path) -> None:
     flex = {"from_config": TINY, "tokenizer": "t", "attn_implementation": "flex_attention"}
-    made = asked(view(tmp_path, model=flex), welcome=SimpleNamespace(device="mps"))
-    (line,) = found(diagnosis.attention, made)
+    made = asked(view(tmp_path, model=flex), welcome=welcome(device="mps"))
+    (line,) = found(diagnosis.devices, made)
     assert "coordinator (127.0.0.1, cpu) cannot train with 'flex_attention'" in line
     assert "worker 1 (127.0.0.1, mps)" in line
-    assert found(diagnosis.attention, asked(view(tmp_path))) == []
+    assert found(diagnosis.devices, asked(view(tmp_path))) == []
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounts a small disk")
