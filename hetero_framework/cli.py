@@ -58,35 +58,12 @@ def _main(words: Sequence[str], stop: StopRequest | None) -> int:
     except HeteroError as error:  # the command's extra is absent
         _say_error(str(error))
         return error.exit_code
-    if words and not words[0].startswith("-") and words[0] not in given:
-        near = _did_you_mean(words[0], given)
-        parser.error(f"there is no command {words[0]!r}{near or '; hetero --help lists them'}")
-    arguments, unknown = parser.parse_known_args(words)
-    if unknown:  # print the usage of this command alone
-        command = getattr(arguments, "parser", parser)
-        shown = [action for action in command._actions if action.help is not argparse.SUPPRESS]
-        options = [name for action in shown for name in action.option_strings]
-        first = unknown[0].partition("=")[0]
-        if first in options:  # it stands before the command
-            command.error(f"{first} goes after the command: {command.prog} {first}")
-        near = _did_you_mean(first, options)
-        command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+    arguments = _parsed(parser, words, given)
     if arguments.command is None:
         parser.print_help()
         return 2
-    for name in _PATHS:  # a shell does not replace ~ in --output=~/x
-        if isinstance(value := getattr(arguments, name, None), str):
-            setattr(arguments, name, type(value)(os.path.expanduser(value)))
     try:
-        if arguments.command not in _ANY_VERSION:
-            versions.check()
-        with log_to("INFO", Lines(to_stderr)):
-            keep_life_line(arguments)
-            check_outputs(arguments)
-            import_files(arguments)
-            code = _command(arguments.command).run(arguments)
-        sys.stdout.flush()
-        return code or 0
+        return _run(arguments)
     except BrokenPipeError:  # `hetero ... | head`
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -110,6 +87,41 @@ def _main(words: Sequence[str], stop: StopRequest | None) -> int:
             f"{type(error).__name__}: {error}\n  This is a bug; run with --debug for details."
         )
         return HeteroError.exit_code
+
+
+def _parsed(
+    parser: argparse.ArgumentParser, words: Sequence[str], given: Sequence[str]
+) -> argparse.Namespace:
+    """The arguments. Ends the process with the usage and a hint where they are wrong."""
+    if words and not words[0].startswith("-") and words[0] not in given:
+        near = _did_you_mean(words[0], given)
+        parser.error(f"there is no command {words[0]!r}{near or '; hetero --help lists them'}")
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:  # print the usage of this command alone
+        command = getattr(arguments, "parser", parser)
+        shown = [action for action in command._actions if action.help is not argparse.SUPPRESS]
+        options = [name for action in shown for name in action.option_strings]
+        first = unknown[0].partition("=")[0]
+        if first in options:  # it stands before the command
+            command.error(f"{first} goes after the command: {command.prog} {first}")
+        near = _did_you_mean(first, options)
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+    for name in _PATHS:  # a shell does not replace ~ in --output=~/x
+        if isinstance(value := getattr(arguments, name, None), str):
+            setattr(arguments, name, type(value)(os.path.expanduser(value)))
+    return arguments
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command not in _ANY_VERSION:
+        versions.check()
+    with log_to("INFO", Lines(to_stderr)):
+        keep_life_line(arguments)
+        check_outputs(arguments)
+        import_files(arguments)
+        code = _command(arguments.command).run(arguments)
+    sys.stdout.flush()
+    return code or 0
 
 
 _KINDS: dict[type[HeteroError], str] = {StoppedEarly: "stopped", GroupFinished: "done"}

@@ -6,7 +6,7 @@ import argparse
 import glob
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -195,15 +195,8 @@ def propose(
     answers name another. Raises UserError."""
     workers = [parse_address(text) for text in answers.workers]
     coordinator = _coordinator(answers, workers, hostname, own_address)
+    entries = _worker_entries(workers, coordinator)
     ranges = [] if num_layers is None else split_layers(num_layers, len(workers) + 1)
-    taken = {(coordinator["ip"], coordinator["port"])}
-    entries = []
-    for number, worker in enumerate(workers, start=1):
-        if not worker.dials:
-            free = (p for p in count(WORKER_PORT) if (worker.ip, p) not in taken)
-            worker = replace(worker, port=worker.port or next(free))
-            taken.add((worker.ip, worker.port))
-        entries.append({"id": number, **worker.entry})
     plan: list[dict[str, Any]] = [
         {"id": position or "local", "start": start, "end": end}
         for position, (start, end) in enumerate(ranges)
@@ -228,16 +221,35 @@ def propose(
         raise UserError("--lighthouse HOST:PORT goes with --island NAME")
     if answers.data:
         raw["data"] = {"train": answers.data, "max_length": 1024}
-    objective = answers.objective or "sft"
+    raw["training"] = _training(answers.objective or "sft", len(entries), adapter)
+    return raw
+
+
+def _worker_entries(
+    workers: Sequence[Address], coordinator: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The entries of the workers, each with a port that is free on its machine."""
+    taken = {(coordinator["ip"], coordinator["port"])}
+    entries = []
+    for number, worker in enumerate(workers, start=1):
+        if not worker.dials:
+            free = (p for p in count(WORKER_PORT) if (worker.ip, p) not in taken)
+            worker = replace(worker, port=worker.port or next(free))
+            taken.add((worker.ip, worker.port))
+        entries.append({"id": number, **worker.entry})
+    return entries
+
+
+def _training(objective: str, workers: int, adapter: str) -> dict[str, Any]:
     facts = registry.facts("data", needs_of(objective).data)
     # The data's kind may give its own rates for all weights and for an adapter.
     full, of_adapter = facts.get("rates", (5e-5, 2e-4))
-    raw["training"] = {
+    return {
         "output_dir": "runs/default",
         **({"objective": objective} if objective != "sft" else {}),
         "num_train_epochs": 1,
         "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": max(8, 2 * (len(workers) + 1)),
+        "gradient_accumulation_steps": max(8, 2 * (workers + 1)),
         "learning_rate": full if adapter == "none" else of_adapter,
         "warmup_ratio": 0.03,
         "lr_scheduler_type": "cosine",
@@ -246,7 +258,6 @@ def propose(
         "gradient_checkpointing": "auto",
         **facts.get("training", {}),
     }
-    return raw
 
 
 # No dropout: PEFT refuses it on experts whose weights are one parameter.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 from hetero_framework.commands.options import (
     ACCESS,
@@ -84,6 +86,16 @@ def run(arguments: argparse.Namespace) -> int | None:
         from hetero_framework.trainer import plans  # imports torch
 
         config = plans.planned(config, access, resume=arguments.resume, fresh=arguments.fresh)
+    planned = config.plan.owners
+    ids = [worker for worker in role.worker_ids if worker in planned]
+    _coordinate(config, ids, access, islands, arguments)
+    return 0
+
+
+def _coordinate(
+    config: Any, ids: Sequence[int | str], access: Any, islands: Any, arguments: argparse.Namespace
+) -> None:
+    """Run the coordinator, and the workers `ids` as its children."""
     from hetero_framework.cluster.child import PROGRAM
     from hetero_framework.cluster.local_workers import LocalWorkers
     from hetero_framework.cluster.run_id import run_id_of
@@ -94,8 +106,7 @@ def run(arguments: argparse.Namespace) -> int | None:
         try:
             # Workers import torch while this process does; `train` reports output_dir's problems.
             with contextlib.suppress(OSError, ResourceError):
-                run_id, planned = run_id_of(config.output_dir), config.plan.owners
-                ids = [worker for worker in role.worker_ids if worker in planned]
+                run_id = run_id_of(config.output_dir)
                 program = (*PROGRAM, *access.arguments(ids))
                 workers = LocalWorkers(
                     config, ids, debug=arguments.debug, run_id=run_id, program=program
@@ -119,4 +130,3 @@ def run(arguments: argparse.Namespace) -> int | None:
                 workers.stop(0.0)
             name = stop.requested or "Ctrl-C"
             raise StoppedEarly(f"stopped by {name} before the run began") from None
-    return 0
