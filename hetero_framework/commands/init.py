@@ -19,7 +19,6 @@ from hetero_framework.commands.options import (
     DEFAULT_CONFIG,
     IMPORT,
     flag,
-    load,
     option,
     repeated,
     value,
@@ -33,14 +32,12 @@ from hetero_framework.config import (
     Config,
     ModelConfig,
     host_and_port,
-    process_name,
     split_address,
 )
 from hetero_framework.config.objectives import needs_of, reads_text
 from hetero_framework.core import addresses
 from hetero_framework.core.files import refuse_output, write_json
 from hetero_framework.errors import DataError, HeteroError, UserError, attempt
-from hetero_framework.tables import lines
 
 EXAMPLES = """
     hetero init
@@ -87,22 +84,22 @@ _ADDRESS = re.compile(r"(?:\[([^\]]*)\]|([^:\[]*))(?::([0-9]*|-)(?::(.*))?)?")
 _T = TypeVar("_T")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     given = {**vars(arguments), "measure": arguments.measure or None}  # None: not given
     answers = Answers(**{f.name: given[f.name] for f in fields(Answers) if f.name in given})
     output = Path(arguments.output)
     if not arguments.non_interactive:
-        code = run_wizard(answers, output, force=arguments.overwrite)
-        prepare_machines(load(argparse.Namespace(config=output)), output)
-        return code
-    config = write_config(answers, output, force=arguments.overwrite)
-    objective = config.training.objective
-    if arguments.objective is None and objective != "sft":
-        print(f"training.objective is {objective}, as the fields of the data tell")
-    written = f"wrote {output}; next: hetero check --config {output}"
-    print(*precision_lines(config), written, sep="\n")
+        config = run_wizard(answers, output, force=arguments.overwrite)
+    else:
+        config = write_config(answers, output, force=arguments.overwrite)
+        objective = config.training.objective
+        if arguments.objective is None and objective != "sft":
+            print(f"training.objective is {objective}, as the fields of the data tell")
+    if config is None:
+        print("nothing was changed")
+        return
+    print(f"wrote {output}; next: hetero check --config {output}")
     prepare_machines(config, output)
-    return 0
 
 
 def prepare_machines(config: Config, output: Path) -> None:
@@ -213,6 +210,12 @@ def propose(
             for machine in (coordinator, *entries):
                 if _lacks_four_bit(machine["device"].partition(":")[0]):
                     machine["quantization"] = "none"
+            if all("quantization" in machine for machine in (coordinator, *entries)):
+                raise UserError(
+                    "no machine of these has 4 bits, which qlora needs",
+                    hint="take --adapter lora, or add a machine with an NVIDIA, AMD, Intel or Apple"
+                    " GPU",
+                )
     raw["adapter"] = None if adapter == "none" else dict(LORA)
     if answers.island is not None:
         where = answers.lighthouse or host_and_port("127.0.0.1", LIGHTHOUSE_PORT)
@@ -287,7 +290,6 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
         own_address=addresses.primary_address(),
     )
     config = Config.from_dict(raw, output.absolute().parent, name="the answers")
-    _check_quantised(config, [] if answers.coordinator else ["local"])
     write_json(output, raw)
     return config
 
@@ -340,35 +342,6 @@ def _lacks_four_bit(kind: str) -> bool:
     return without_four_bit(kind) is not None
 
 
-def _check_quantised(config: Config, here: Sequence[str]) -> None:
-    """Raise UserError for machines that cannot hold their quantised weights."""
-    if (section := config.model) is None:
-        return
-    owners: list[int | str] = ["local", *(worker.id for worker in config.workers)]
-    if section.quantization is not None and not any(config.quantization(owner) for owner in owners):
-        raise UserError(
-            "no machine of these has 4 bits, which qlora needs",
-            hint="take --adapter lora, or add a machine with an NVIDIA, AMD, Intel or Apple GPU",
-        )
-    from hetero_framework.models.cut.shard import load_model_config
-    from hetero_framework.models.files.quantization import check_devices, devices_known
-
-    model = attempt(lambda: load_model_config(section, config.base_dir))
-    if not isinstance(model, UserError):  # else the model is elsewhere
-        check_devices(config, model, devices_known(config, here))
-
-
-def precision_lines(config: Config) -> list[str]:
-    """A line for each machine whose layers stay in full precision while others are quantised."""
-    machines = [("local", config.coordinator), *((w.id, w) for w in config.workers)]
-    return [
-        f"{process_name(owner)} ({machine.device}) has no 4 bits: its layers stay in full precision"
-        ' ("quantization": "none")'
-        for owner, machine in machines
-        if machine.quantization == "none"
-    ]
-
-
 def run_wizard(
     answers: Answers,
     output: Path,
@@ -376,30 +349,22 @@ def run_wizard(
     force: bool = False,
     ask: Callable[[str], str] = lambda prompt: input(prompt),
     say: Callable[[str], None] = print,
-) -> int:
-    """Ask for the missing `answers`, write the file, and return the exit code. A wrong answer is
-    asked for again; an empty line takes the default. Raises UserError when the input ends."""
+) -> Config | None:
+    """Ask for the missing `answers`, and write the file unless another is to stay. A wrong answer
+    is asked for again; an empty line takes the default. Raises UserError when the input ends."""
     questions = _Questions(answers, output, ask, say)
     try:
         say("A few questions; an empty line takes the value in [brackets].")
         question = f"{output} exists. Replace it? (yes/no)"
         if output.exists() and not force and not questions.ask(question, "no", _yes):
-            say("Nothing was changed.")
-            return 0
+            return None
         questions.ask_all()
-        config = write_config(questions.answers, output, force=True)
+        return write_config(questions.answers, output, force=True)
     except EOFError:
         raise UserError(
             "the input ended before all questions were answered",
             hint="use --non-interactive with options; see `hetero init --help`",
         ) from None
-    plan = ["The plan is made when the run begins: `hetero train` measures the machines first."]
-    if config.is_planned:
-        plan = [f"{stage.layers}: {process_name(stage.owner)}" for stage in config.plan.stages]
-        plan = [line.replace(": coordinator", ": this machine") for line in plan]
-    told = lines([*precision_lines(config), *plan], f"Wrote {output}.")
-    say(f"{told} Next: hetero check --config {output}")
-    return 0
 
 
 @dataclass

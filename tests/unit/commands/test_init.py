@@ -16,7 +16,6 @@ from hetero_framework.commands.init import (
     Address,
     Answers,
     parse_address,
-    precision_lines,
     propose,
     run_wizard,
     split_layers,
@@ -150,19 +149,9 @@ def test_machines_without_4_bits_are_in_full_precision(tmp_path: Path) -> None:
     raw = proposed(model="m", adapter="qlora", workers=machines)
     assert [w.get("quantization") for w in raw["workers"]] == ["none", None]
     assert "quantization" not in proposed(model="m", workers=machines)["workers"][0]
-    (line,) = precision_lines(Config.from_dict(raw))
-    assert line.startswith("worker 1 (musa) has no 4 bits: its layers stay in full precision")
     answers = Answers(model="org/m", layers=2, adapter="qlora", workers=["old:1:musa"])
     with pytest.raises(UserError, match="no machine of these has 4 bits"):
         write_config(replace(answers, coordinator="desk:2:musa"), tmp_path / "c.json")
-    folder = tmp_path / "stored"
-    folder.mkdir()
-    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    fields = {"model_type": "llama", "num_hidden_layers": 2, "quantization_config": stored}
-    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    answers = Answers(model=str(folder), workers=["old:1:musa"], coordinator="desk:2:cpu")
-    with pytest.raises(ConfigError, match="worker 1 cannot hold quantised weights"):
-        write_config(answers, tmp_path / "c.json")
     assert not (tmp_path / "c.json").exists()
 
 
@@ -230,7 +219,7 @@ def test_wizard_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
         "./absent-model", "absent/model", "0", "absent/other", "many", "6", "gpu", "cpu", "2",
         "box:port", "10.0.0.2", "10.0.0.3:9000:mps", "lara", "none",
     )  # fmt: skip
-    assert run_wizard(Answers(), output, ask=ask, say=said.append) == 0
+    run_wizard(Answers(), output, ask=ask, say=said.append)
     config = load_config(output)
     assert [w.ip for w in config.workers] == ["10.0.0.2", "10.0.0.3"]
     assert config.adapter is None
@@ -259,7 +248,7 @@ def test_wizard_takes_defaults_and_skips_what_is_known(
     (tmp_path / "data" / "train.jsonl").write_text("")
     output = tmp_path / "c.json"
     answers = Answers(model="m", layers=4)
-    assert run_wizard(answers, output, ask=replies(*[""] * 6), say=lambda text: None) == 0
+    run_wizard(answers, output, ask=replies(*[""] * 6), say=lambda text: None)
     config = load_config(output)
     assert (config.workers[0].ip, config.workers[0].port) == ("127.0.0.1", 9999)
     assert config.adapter is not None
@@ -268,9 +257,9 @@ def test_wizard_takes_defaults_and_skips_what_is_known(
 def test_wizard_does_not_replace_a_file_unasked(tmp_path: Path) -> None:
     output = tmp_path / "c.json"
     output.write_text("precious", encoding="utf-8")
-    assert run_wizard(Answers(), output, ask=replies("no"), say=lambda text: None) == 0
+    assert run_wizard(Answers(), output, ask=replies("no"), say=lambda text: None) is None
     assert output.read_text(encoding="utf-8") == "precious"
-    assert run_wizard(ALL, output, ask=replies("yes", ""), say=lambda text: None) == 0
+    run_wizard(ALL, output, ask=replies("yes", ""), say=lambda text: None)
     assert load_config(output).model is not None
 
 
@@ -291,10 +280,8 @@ def test_wizard_asks_on_a_terminal_whether_to_measure(
     reply: str, planned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
-    said: list[str] = []
-    assert run_wizard(ALL, tmp_path / "c.json", ask=replies("cpu", reply), say=said.append) == 0
+    run_wizard(ALL, tmp_path / "c.json", ask=replies("cpu", reply), say=lambda text: None)
     assert load_config(tmp_path / "c.json").is_planned is planned
-    assert ("The plan is made when the run begins" in "".join(said)) is not planned
 
 
 RECORDS: dict[str, dict[str, Any]] = {
@@ -320,7 +307,7 @@ def test_the_fields_of_the_data_tell_the_objective(
     answers = Answers(model="org/m", layers=2, data=saved_record(tmp_path, RECORDS[objective]))
     assert write_config(answers, tmp_path / "c.json").training.objective == objective
     said: list[str] = []
-    assert run_wizard(answers, tmp_path / "d.json", ask=replies(*[""] * 5), say=said.append) == 0
+    run_wizard(answers, tmp_path / "d.json", ask=replies(*[""] * 5), say=said.append)
     assert load_config(tmp_path / "d.json").training.objective == objective
     assert f"The data have the fields {', '.join(RECORDS[objective])}." in said
 
