@@ -154,30 +154,21 @@ def access_for(config: Any, process: int | str, arguments: argparse.Namespace) -
     return access_of(config, process, key_options(arguments))
 
 
-def island_access_for(config: Any, arguments: argparse.Namespace) -> Any:
-    """Access for the links to other islands; None without islands."""
-    if config.setting("island") is None:
-        return None
-    from hetero_framework.security.access import island_access
-
-    return island_access(config, key_options(arguments))
-
-
-def processes_here(config: Any, arguments: argparse.Namespace) -> list[str]:
-    """The processes with keys on this machine."""
-    from hetero_framework.security import access
-
-    return list(access.key_directory(config, key_options(arguments)).processes())
-
-
-def role_here(config: Any, worker_id: int | str | None = None, options: Any = None) -> Any:
-    """The role of this machine, or of the worker `worker_id`; None where nothing decides it."""
+def role_of(
+    config: Any, options: Any, role: str | None = None, worker_id: int | str | None = None
+) -> Any:
+    """The role of this machine, as told or as `decide_role` finds it. `options`: of the keys."""
     from hetero_framework.cluster.roles import decide_role
     from hetero_framework.security import access
 
     keys = access.key_directory(config, options).processes()
+    return decide_role(config, role=role, worker_id=worker_id, keys=keys)
+
+
+def role_here(config: Any, worker_id: int | str | None = None, options: Any = None) -> Any:
+    """The role of this machine, or of the worker `worker_id`; None where nothing decides it."""
     with suppress(ConfigError):  # any machine may check a configuration
-        return decide_role(config, worker_id=worker_id, keys=keys)
+        return role_of(config, options, worker_id=worker_id)
     return None
 
 
@@ -221,5 +212,5 @@ def check_coordinator(config: Any, arguments: argparse.Namespace) -> None:
     """Raise UserError on a machine that has only workers."""
     from hetero_framework.cluster import roles
 
-    role = roles.decide_role(config, role=arguments.role, keys=processes_here(config, arguments))
+    role = role_of(config, key_options(arguments), arguments.role)
     roles.check_coordinator(role, f"hetero {arguments.command}")

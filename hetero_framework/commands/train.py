@@ -18,10 +18,10 @@ from hetero_framework.commands.options import (
     access_for,
     at_least,
     flag,
-    island_access_for,
+    key_options,
     load,
     option,
-    processes_here,
+    role_of,
     value,
 )
 from hetero_framework.commands.worker import serve
@@ -70,16 +70,16 @@ OPTIONS = (
 
 def run(arguments: argparse.Namespace) -> int | None:
     config = load(arguments, saved_plan=False)
-    from hetero_framework.cluster.roles import decide_role
     from hetero_framework.commands.preflight import preflight
+    from hetero_framework.security.access import island_access
 
-    keys = processes_here(config, arguments)
-    role = decide_role(config, role=arguments.role, worker_id=arguments.worker_id, keys=keys)
+    options = key_options(arguments)
+    role = role_of(config, options, arguments.role, arguments.worker_id)
     if not role.is_coordinator:
         return serve(config, role.worker_ids, arguments)
     config.require("model", "data")
     access = access_for(config, "local", arguments)
-    islands = island_access_for(config, arguments)
+    islands = island_access(config, options) if config.setting("island") else None
     config.spare_base_model()
     preflight(config, writes=True)
     if not config.is_planned:

@@ -15,9 +15,10 @@ from hetero_framework.commands.options import (
     WORKER_ID,
     access_for,
     flag,
+    key_options,
     load,
     option,
-    processes_here,
+    role_of,
 )
 
 EXAMPLES = """
@@ -40,10 +41,7 @@ OPTIONS = (
 
 def run(arguments: argparse.Namespace) -> int:
     config = load(arguments, saved_plan=False)
-    from hetero_framework.cluster.roles import decide_role
-
-    keys = processes_here(config, arguments)
-    role = decide_role(config, role="worker", worker_id=arguments.worker_id, keys=keys)
+    role = role_of(config, key_options(arguments), "worker", arguments.worker_id)
     return serve(
         config,
         role.worker_ids,

@@ -180,24 +180,20 @@ def join_cluster(address: str, token: str, file: Path, keys: KeyDirectory) -> Pa
     parsed = Token.parse(token)
 
     def keep(joined: PairedMachine) -> None:
-        given = joined.configuration
-        if joined.identity.island is not None:
-            _keep(keys.of_islands, joined)
-            return
-        if given is None:
-            raise ValueError("the configuration is missing")
-        raw = parse_object(given.text.encode(), name=file.name)
-        config = Config.from_dict(raw, file.absolute().parent, name=given.name)
-        config.worker(str(joined.identity.worker))
-        _keep(keys, joined)
-        _write_configuration(file, given.text)
+        given, is_worker = joined.configuration, joined.identity.island is None
+        if is_worker:
+            if given is None:
+                raise ValueError("the configuration is missing")
+            raw = parse_object(given.text.encode(), name=file.name)
+            config = Config.from_dict(raw, file.absolute().parent, name=given.name)
+            config.worker(str(joined.identity.worker))
+        place = keys if is_worker else keys.of_islands
+        with place.locked():
+            place.write_bundle(joined.identity, joined.bundle)
+        if is_worker and given is not None:
+            _write_configuration(file, given.text)
 
     return join(host, port, parsed, keep)
-
-
-def _keep(keys: KeyDirectory, joined: PairedMachine) -> None:
-    with keys.locked():
-        keys.write_bundle(joined.identity, joined.bundle)
 
 
 def _write_configuration(file: Path, text: str) -> None:
