@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -116,12 +117,9 @@ class Generator:
         num_stages = len(self._config.shard_plan)
 
         def generate() -> TextGeneration:
-            seen = [0] * len(prompts)
-
             def take(prompt: int, token: int) -> None:
-                seen[prompt] += 1
-                if seen[prompt] > told[prompt]:  # not when it is done again after a loss
-                    told[prompt] = seen[prompt]
+                if len(texts.texts[prompt]) > told[prompt]:  # else it is done again after a loss
+                    told[prompt] += 1
                     take_token(prompt, token)
 
             texts = TextGeneration(
@@ -141,7 +139,14 @@ class Generator:
             cluster.pipeline.decode(texts)
             return texts
 
-        found = self._outliving(cluster, lambda: cluster.retrying(generate), restore).texts
+        attempts = count()
+
+        def attempt() -> TextGeneration:
+            if next(attempts) and restore is not None:
+                restore()
+            return cluster.retrying(generate)
+
+        found = (attempt() if restore is None else cluster.recovery.outlive(attempt)).texts
         cluster.retrying(cluster.pipeline.abort)  # frees the stages' caches
         return [
             Sample(
@@ -149,23 +154,6 @@ class Generator:
             )
             for prompt, ids in zip(prompts, found, strict=True)
         ]
-
-    @staticmethod
-    def _outliving(
-        cluster: Cluster, generate: Callable[[], TextGeneration], restore: Callable[[], None] | None
-    ) -> TextGeneration:
-        if restore is None:
-            return generate()
-        is_first = True
-
-        def attempt() -> TextGeneration:
-            nonlocal is_first
-            if not is_first:
-                restore()
-            is_first = False
-            return generate()
-
-        return cluster.recovery.outlive(attempt)
 
 
 class Sampler:
