@@ -8,11 +8,11 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hetero_framework import registry
 from hetero_framework.commands.options import (
@@ -37,7 +37,7 @@ from hetero_framework.config import (
 from hetero_framework.config.objectives import needs_of, reads_text
 from hetero_framework.core import addresses
 from hetero_framework.core.files import refuse_output, write_json
-from hetero_framework.errors import DataError, HeteroError, UserError, attempt
+from hetero_framework.errors import DataError, HeteroError, ModelError, UserError, attempt
 
 EXAMPLES = """
     hetero init
@@ -81,11 +81,12 @@ OPTIONS = (
 ADAPTERS = ("lora", "qlora", "none")
 _USUAL_DATA = "data/train.jsonl"
 _ADDRESS = re.compile(r"(?:\[([^\]]*)\]|([^:\[]*))(?::([0-9]*|-)(?::(.*))?)?")
-_T = TypeVar("_T")
+Say = Callable[[str], None]
 
 
 def run(arguments: argparse.Namespace) -> None:
-    given = {**vars(arguments), "measure": arguments.measure or None}  # None: not given
+    given = {**vars(arguments), "measure": arguments.measure or None}  # None, (): not given
+    given["workers"] = tuple(arguments.workers)
     answers = Answers(**{f.name: given[f.name] for f in fields(Answers) if f.name in given})
     output = Path(arguments.output)
     if not arguments.non_interactive:
@@ -140,10 +141,10 @@ class Address:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers given to `hetero init`; None: not given."""
+    """The answers given to `hetero init`; None and () are not given."""
 
     model: str | None = None
-    workers: Sequence[str] = field(default_factory=tuple)
+    workers: Sequence[str] = ()
     coordinator: str | None = None
     device: str | None = None  # of the coordinator, unless `coordinator` is given
     layers: int | None = None
@@ -348,55 +349,53 @@ def run_wizard(
     *,
     force: bool = False,
     ask: Callable[[str], str] = lambda prompt: input(prompt),
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> Config | None:
     """Ask for the missing `answers`, and write the file unless another is to stay. A wrong answer
     is asked for again; an empty line takes the default. Raises UserError when the input ends."""
-    questions = _Questions(answers, output, ask, say)
+
+    questions = _Questions(answers, ask, say)
     try:
         say("A few questions; an empty line takes the value in [brackets].")
-        question = f"{output} exists. Replace it? (yes/no)"
-        if output.exists() and not force and not questions.ask(question, "no", _yes):
-            return None
+        if output.exists() and not force:
+            reply = ask(f"{output} exists. Replace it? (yes/no) [no]: ").strip().lower()
+            if reply not in ("yes", "y"):
+                return None
         questions.ask_all()
-        return write_config(questions.answers, output, force=True)
-    except EOFError:
+    except (EOFError, KeyboardInterrupt) as error:
+        say("")  # the reason is printed below the question
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise UserError(
             "the input ended before all questions were answered",
             hint="use --non-interactive with options; see `hetero init --help`",
         ) from None
+    try:
+        return write_config(questions.answers, output, force=True)
+    except ModelError as error:
+        say(f"The plan is left to the run, since the model cannot be read here: {error}")
+        return write_config(replace(questions.answers, measure=True), output, force=True)
 
 
 @dataclass
 class _Questions:
     answers: Answers
-    output: Path
     read: Callable[[str], str]
-    say: Callable[[str], None]
-
-    def ask(self, question: str, default: str | None, check: Callable[[str], _T]) -> _T:
-        prompt = f"{question} [{default}]: " if default is not None else f"{question}: "
-        while True:
-            try:
-                text = self.read(prompt).strip() or default
-                if not text:
-                    raise UserError("an answer is needed here")
-                return check(text)
-            except UserError as error:
-                self.say(f"  {error}")
-            except (EOFError, KeyboardInterrupt):
-                self.say("")  # the reason is printed below the question
-                raise
+    say: Say
 
     def fill(
         self, name: str, question: str, default: str | None, check: Callable[[str], Any]
     ) -> None:
-        """Ask for the answer `name`, if it is missing."""
-        if getattr(self.answers, name) is None:
-            self._take(name, self.ask(question, default, check))
-
-    def _take(self, name: str, answer: Any) -> None:
-        self.answers = replace(self.answers, **{name: answer})
+        """Ask for the answer `name`, if it is missing, until `check` takes it."""
+        prompt = f"{question} [{default}]: " if default is not None else f"{question}: "
+        while getattr(self.answers, name) in (None, ()):
+            try:
+                text = self.read(prompt).strip() or default
+                if not text:
+                    raise UserError("an answer is needed here")
+                self.answers = replace(self.answers, **{name: check(text)})
+            except UserError as error:
+                self.say(f"  {error}")
 
     def ask_all(self) -> None:
         usual = _USUAL_DATA if Path(_USUAL_DATA).is_file() else None
@@ -408,36 +407,17 @@ class _Questions:
         known = told or known
         suits = partial(_check_objective, told=told, listed=listed)
         self.fill("objective", f"Objective ({', '.join(known)})", [*told, "sft"][0], suits)
-        while self.answers.model is None or self.answers.layers is None:
-            self.fill("model", "Model: a directory or a name on the hub", None, _model)
-            if self.answers.layers is None:
-                self._find_layers()
+        self.fill("model", "Model: a directory or a name on the hub", None, _model)
         if self.answers.coordinator is None:
             question = "Device of this machine, the coordinator (auto, cpu, cuda:0, mps, ...)"
             self.fill("device", question, "auto", _device)
-        if not self.answers.workers:
-            count = self.ask("Number of workers beside this machine", "1", _count)
-            self._take("workers", [self._worker(number) for number in range(1, count + 1)])
+        question = f"Workers beside this machine: none, or {_HOST_PORT_DEVICE} of each"
+        self.fill("workers", question, f"127.0.0.1:{WORKER_PORT}", _workers)
         if self.answers.workers and sys.stdin.isatty():
             question = "Measure the machines when the run begins, and plan by that? (yes/no)"
-            self.fill("measure", question, "no", _yes)
+            self.fill("measure", question, "no", lambda text: _one_of("yes", "no")(text) == "yes")
         question = "Train lora, qlora (4-bit base) or none (all weights)"
         self.fill("adapter", question, "lora", _one_of(*ADAPTERS))
-
-    def _find_layers(self) -> None:
-        """Find the model's number of layers or ask for it; after 0, ask for the model again."""
-        try:
-            model = beside(self.answers.model, self.output)
-            layers = _layers(replace(self.answers, model=model), self.output)
-            self.say(f"The model has {layers} layers.")
-        except HeteroError as error:
-            self.say(f"The model cannot be read here: {error}")
-            layers = self.ask("Number of its layers, or 0 to name another model", None, _count)
-        self._take(*(("layers", layers) if layers else ("model", None)))
-
-    def _worker(self, number: int) -> str:
-        default = f"127.0.0.1:{WORKER_PORT - 1 + number}"
-        return self.ask(f"Worker {number}: HOST[:PORT[:DEVICE]]", default, _address)
 
 
 def _model(text: str) -> str:
@@ -467,20 +447,16 @@ def _is_path(text: str) -> bool:
     return text.startswith((".", "/", "~")) or "\\" in text or text.count("/") > 1
 
 
-def _address(text: str) -> str:
-    parse_address(text)
-    return text
+def _workers(text: str) -> list[str]:
+    workers = [] if text == "none" else text.split()
+    for worker in workers:
+        parse_address(worker)
+    return workers
 
 
 def _device(text: str) -> str:
     _validated({"coordinator": {"ip": "coordinator.invalid", "device": text}}, text)
     return text
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise UserError(f'"{text}" is not a number from 0 on')
-    return int(text)
 
 
 def _one_of(*words: str) -> Callable[[str], str]:
@@ -490,10 +466,6 @@ def _one_of(*words: str) -> Callable[[str], str]:
         return text.lower()
 
     return check
-
-
-def _yes(text: str) -> bool:
-    return _one_of("yes", "y", "no", "n")(text).startswith("y")
 
 
 def _coordinator(

@@ -215,22 +215,22 @@ def test_wizard_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
     output = tmp_path / "c.json"
     said: list[str] = []
     ask = replies(
-        "", "train.jsonl", "some/data", "ppo", "sequential", "reward",
-        "./absent-model", "absent/model", "0", "absent/other", "many", "6", "gpu", "cpu", "2",
-        "box:port", "10.0.0.2", "10.0.0.3:9000:mps", "lara", "none",
+        "", "train.jsonl", "some/data", "ppo", "sequential", "reward", "./absent-model",
+        "absent/model", "gpu", "cpu", "box:port", "10.0.0.2 10.0.0.3:9000:mps", "lara", "none",
     )  # fmt: skip
     run_wizard(Answers(), output, ask=ask, say=said.append)
     config = load_config(output)
     assert [w.ip for w in config.workers] == ["10.0.0.2", "10.0.0.3"]
     assert config.adapter is None
     assert config.coordinator.device == "cpu"
-    assert config.model.name_or_path == "absent/other"
-    assert config.plan.stages[-1].end == 6
+    assert config.model.name_or_path == "absent/model"
+    assert not config.is_planned
     text = "\n".join(said)
     for complaint in (
         "an answer is needed",
         "there is no directory ./absent-model",
-        '"many" is not a number',
+        '"box:port" is not HOST, HOST:PORT',
+        "The plan is left to the run, since the model cannot be read here: ",
         '"gpu" is not a device',
         '"lara" is not one of',
         "there is no file train.jsonl",
