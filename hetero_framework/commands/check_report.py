@@ -30,7 +30,6 @@ from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, devices_known
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.models.sizing.memory import StageMemory, estimate_memory, recomputing
-from hetero_framework.models.sizing.streaming import BUS_RATE, FILE_RATE
 from hetero_framework.tables import Part, lines, table
 from hetero_framework.trainer.memory_checks import (
     check_memory,
@@ -46,7 +45,7 @@ from hetero_framework.trainer.setup import (
     read_data,
     resolve_loss_chunk,
 )
-from hetero_framework.units import plural, seconds, share, size
+from hetero_framework.units import plural, share, size
 
 _LARGE_BUBBLE = 0.2
 MOST_EXAMPLES = 20_000
@@ -179,7 +178,6 @@ def _memory(
         return [m.placed(m.device, one_memory=m.stage.owner in one) for m in found]
 
     memory = estimated(look.config)
-    look.notes += _copy_lines(memory)
     if (least := recomputing(look.config)) == look.config:
         return memory, []
     look.notes.append(
@@ -211,29 +209,6 @@ def forecast(config: Config) -> dict[str, Any]:
         "max_in_flight": choice.max_in_flight,
         "held": list(choice.in_flight_limits),
     }
-
-
-def _copy_lines(memory: Sequence[StageMemory]) -> Iterator[str]:
-    """Lines on the bytes that stages copy between host memory and device, and the time it takes."""
-    for m in memory:
-        copied = {
-            "of layers for each pass of a micro-batch": (
-                m.fetched,
-                FILE_RATE if m.in_files else BUS_RATE,
-            ),
-            "of stored inputs of a micro-batch, out and in": (2 * m.host_inputs, BUS_RATE),
-            "of optimizer states in a step, in and out": (2 * m.host_states, BUS_RATE),
-        }
-        said = [
-            f"{size(nbytes)} {what} ({seconds(nbytes / rate)} at {rate / 1e9:g} GB/s)"
-            for what, (nbytes, rate) in copied.items()
-            if nbytes
-        ]
-        if said:
-            yield (
-                f"stage {m.index} copies {'; '.join(said)}: hidden as far as computing takes longer"
-                " (`hetero plan --measure` measures both)"
-            )
 
 
 def text(facts: dict[str, Any]) -> str:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from filelock import FileLock, Timeout
 from transformers import PretrainedConfig
 
 from hetero_framework import control, registry, versions
@@ -39,7 +38,6 @@ from hetero_framework.errors import (
     HeteroError,
     NetworkError,
     PeerLostError,
-    ResourceError,
     UserError,
     attempt,
     raised,
@@ -51,9 +49,8 @@ from hetero_framework.models.files.quantization import check_devices, devices_kn
 from hetero_framework.models.sizing.memory import StageMemory, estimate_memory, recomputing
 from hetero_framework.security.access import Access, KeyOptions, access_of
 from hetero_framework.tables import lines, one_line
-from hetero_framework.trainer.disk_space import free_bytes
 from hetero_framework.trainer.memory_checks import check_memory, facts_here
-from hetero_framework.units import bit_rate, seconds, size
+from hetero_framework.units import bit_rate, seconds
 
 _DIAL_S = 4.0
 _CALL_S = 12.0  # a worker that dials does so every few seconds
@@ -403,39 +400,9 @@ def devices(view: MachineView) -> Findings:
             yield type(error)(line, hint=error.hint)
 
 
-def disk(view: MachineView) -> Findings:
-    """Too little room for two checkpoints on the coordinator."""
-    state = sum(stage.gradients + stage.states for stage in view.memory)
-    if view.is_coordinator and view.config.training.save_strategy != "no":
-        folder = view.config.checkpoints
-        free = free_bytes(folder)
-        if free is not None and free < 2 * state:
-            yield ResourceError(
-                f"two checkpoints need {size(2 * state)}, {size(free)} are free in {folder}",
-                hint="free some, or set checkpoint_dir to another disk",
-            )
-
-
-def directory(view: MachineView) -> Findings:
-    if not view.is_coordinator:
-        return
-    for folder in dict.fromkeys((view.config.output_dir, view.config.checkpoints)):
-        lock = folder / ".lock"
-        if not lock.is_file():
-            continue
-        try:
-            FileLock(lock).acquire(timeout=0).lock.release()
-        except Timeout:
-            hint = "wait for it, or choose another output_dir"
-            yield ResourceError(f"a run is writing into {folder}", hint=hint)
-        except OSError as error:
-            hint = "make it writable, or choose another"
-            yield ResourceError(f"cannot lock {folder}: {error.strerror}", hint=hint)
-
-
 CHECKS: tuple[Callable[[MachineView], Findings], ...] = (
     *(version, role, names, own_address, keys, port, reach, clock, link, configuration, model),
-    *(devices, disk, directory),
+    devices,
 )
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from contextlib import suppress
-from pathlib import Path
 
 from hetero_framework.config import TrainingConfig, interval
 from hetero_framework.trainer.checkpoint import CheckpointStore
@@ -27,22 +25,19 @@ def warn_of_a_small_disk(prepared: Prepared, store: CheckpointStore, done: int) 
     there = sum(step <= done for step in store.complete_steps()) if done else 0
     nbytes = sum(memory.gradients + memory.states for memory in prepared.memory)
     needed = nbytes * max(most - there, 2)
-    free = free_bytes(store.root)
-    if free is not None and free < needed:
+    try:
+        folders = (store.root, *store.root.absolute().parents)
+        free = shutil.disk_usage(next(path for path in folders if path.exists())).free
+    except OSError as error:
+        _log.warning("the free space for checkpoints in %s is not known: %s", store.root, error)
+        return
+    if free < needed:
         _log.warning(
             "a checkpoint takes about %s, and the run writes up to %d beside each other: %s are "
             "needed, %s are free in %s. Free some, lower training.save_total_limit or set another "
             "checkpoint_dir; a checkpoint that does not fit is left out",
             *(size(nbytes), max(most - there, 2), size(needed), size(free), store.root),
         )
-
-
-def free_bytes(folder: Path) -> int | None:
-    """Free bytes on the disk of a folder, which need not exist; None where they are not known."""
-    for path in (folder, *folder.absolute().parents):
-        with suppress(OSError):
-            return shutil.disk_usage(path).free
-    return None
 
 
 def checkpoints_at_once(training: TrainingConfig, total_steps: int, steps_per_epoch: int) -> int:

@@ -167,11 +167,6 @@ class StageMemory:
         return streamed + self.host_states + inputs
 
     @property
-    def fetched(self) -> int:
-        """Bytes of streamed layers that are fetched in each pass: all but those in the slots."""
-        return self._saved(self.offload)
-
-    @property
     def index(self) -> int:
         return self.stage.index
 

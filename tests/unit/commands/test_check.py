@@ -345,11 +345,6 @@ def test_check_reports_host_memory_and_where_there_is_none(
     said = text(found)
     assert f", {size(there['host_bytes'])} of host memory" in said
     assert "training.offload_optimizer does nothing for coordinator" in said
-    (line,) = (note for note in found["notes"] if note.startswith("stage 1 copies "))
-    assert f"{size(layers // 2)} of layers for each pass of a micro-batch" in line
-    assert " at 25 GB/s); " in line
-    assert f"{size(2 * before['host_bytes'])} of optimizer states in a step, in and out" in line
-    assert "stage 0 copies" not in said
     worker["device"] = "mps"
     with pytest.raises(DeviceError, match=r"shard_plan\[1\]\.offload: .* as for worker 1"):
         checked()

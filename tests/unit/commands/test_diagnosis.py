@@ -7,14 +7,12 @@ import ipaddress
 import json
 import os
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from hetero_framework import cli, versions
 from hetero_framework.cluster import worker_info
@@ -261,29 +259,6 @@ def test_attention_that_a_device_does_not_train_with(tmp_path: Path) -> None:
     assert "coordinator (127.0.0.1, cpu) cannot train with 'flex_attention'" in line
     assert "worker 1 (127.0.0.1, mps)" in line
     assert found(diagnosis.devices, asked(view(tmp_path))) == []
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounts a small disk")
-def test_disk_without_room_for_two_checkpoints(tmp_path: Path) -> None:
-    small = tmp_path / "run"
-    small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)]
-    if subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("no mounts here")
-    try:
-        (line,) = found(diagnosis.disk, asked(view(tmp_path)))
-        assert found(diagnosis.disk, asked(view(tmp_path, training={"save_strategy": "no"}))) == []
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
-    assert "two checkpoints need" in line
-    assert "64.0 KiB are free" in line
-
-
-def test_two_runs_in_one_directory(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with FileLock(tmp_path / "run" / ".lock"):
-        assert "a run is writing into" in found(diagnosis.directory, view(tmp_path))[0]
-    assert found(diagnosis.directory, view(tmp_path)) == []
 
 
 # -- the command ----------------------------------------------------------------------------------
