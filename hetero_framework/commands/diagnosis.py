@@ -46,10 +46,10 @@ from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, devices_known
-from hetero_framework.models.sizing.memory import StageMemory, estimate_memory, recomputing
+from hetero_framework.models.sizing.memory import estimate_memory, recomputing
 from hetero_framework.security.access import Access, KeyOptions, access_of
 from hetero_framework.tables import lines, one_line
-from hetero_framework.trainer.memory_checks import check_memory, facts_here
+from hetero_framework.trainer.memory_checks import Facts, check_memory, facts_here
 from hetero_framework.units import bit_rate, seconds
 
 _DIAL_S = 4.0
@@ -102,12 +102,6 @@ class MachineView:
         return [("local", self.config.coordinator), *workers]
 
     @property
-    def listeners(self) -> list[tuple[WorkerId, Machine]]:
-        """The processes whose address others need, with their machines."""
-        callers = [worker.id for worker in self.config.planned_workers if worker.dials]
-        return [entry for entry in self.entries if entry[0] not in callers]
-
-    @property
     def remote_workers(self) -> list[WorkerConfig]:
         return [worker for worker in self.config.planned_workers if worker.id not in self.local_ids]
 
@@ -124,15 +118,6 @@ class MachineView:
         if model is None:
             return None
         return attempt(lambda: load_model_config(model, self.config.base_dir))
-
-    @cached_property
-    def memory(self) -> list[StageMemory]:
-        """The least memory that each stage needs; empty without a plan or a readable model."""
-        model = self.model
-        if not isinstance(model, PretrainedConfig) or not self.config.is_planned:
-            return []
-        found = attempt(lambda: estimate_memory(recomputing(self.config), model))
-        return [] if isinstance(found, UserError) else found
 
     @cached_property
     def workers(self) -> dict[WorkerId, WorkerAnswer]:
@@ -258,29 +243,27 @@ def role(view: MachineView) -> Findings:
         )
 
 
-def names(view: MachineView) -> Findings:
-    """Names unknown here, and names that mean loopback on their machine (Debian's 127.0.1.1)."""
+def places(view: MachineView) -> Findings:
+    """Names unknown here, names that mean loopback on their machine (Debian's 127.0.1.1), and
+    addresses that this machine does not have."""
     alone = len({machine_of(view.config, machine) for _, machine in view.entries}) == 1
-    for id, machine in view.listeners:
-        if addresses.parsed(machine.ip) is not None:
-            continue
-        named = f"the name {machine.ip!r} of {process_name(id)}"
-        if not addresses.resolve(machine.ip):
+    for id, machine in view.entries:
+        if isinstance(machine, WorkerConfig) and machine.dials:
+            continue  # nobody needs its address
+        ip, who, is_here = machine.ip, process_name(id), id in view.local_ids
+        is_name = addresses.parsed(ip) is None
+        if is_name and not addresses.resolve(ip):
             hint = "check the spelling, or give the machine's IP address"
-            yield NetworkError(f"{named} is not known here", hint=hint)
-        elif id in view.local_ids and not alone and addresses.is_loopback_by_name(machine.ip):
+            yield NetworkError(f"the name {ip!r} of {who} is not known here", hint=hint)
+        elif is_name and is_here and not alone and addresses.is_loopback_by_name(ip):
             yield NetworkError(
-                f"{named} is a loopback address on this machine, which no other one can reach",
+                f"the name {ip!r} of {who} is a loopback address on this machine, which no other"
+                " one can reach",
                 hint=f"give its ip as {addresses.primary_address()}, or correct /etc/hosts",
             )
-
-
-def own_address(view: MachineView) -> Findings:
-    for id, machine in view.listeners:
-        if id in view.local_ids and not addresses.is_local_address(machine.ip):
+        elif is_here and not addresses.is_local_address(ip):
             yield NetworkError(
-                f"{process_name(id)} is on this machine, which does not have its address"
-                f" {machine.ip}",
+                f"{who} is on this machine, which does not have its address {ip}",
                 hint=f"give its ip as one of {', '.join(addresses.addresses_for_others()[:6])}",
             )
 
@@ -387,21 +370,25 @@ def devices(view: MachineView) -> Findings:
     checks: list[Callable[[], object]] = [partial(check_devices, view.config, view.model, reasons)]
     if view.config.is_planned:
         names = {id: fact.device for id, fact in facts.items()}
-        memory = [
-            stage.placed(facts[owner].device, one_memory=facts[owner].host_free is None)
-            for stage in view.memory
-            if (owner := stage.stage.owner) in facts
-        ]
-        least = recomputing(view.config)
         checks.append(partial(check_attention, view.config, names))
-        checks.append(partial(check_memory, least, memory, facts, view.model))
+        checks.append(partial(_fit, recomputing(view.config), view.model, facts))
     for error in (error for check in checks for error in raised(check)):
         for line in error.message.splitlines():
             yield type(error)(line, hint=error.hint)
 
 
+def _fit(config: Config, model: PretrainedConfig, facts: Facts) -> None:
+    """Raise PlanError if stages do not fit the devices that are known."""
+    memory = [
+        stage.placed(facts[owner].device, one_memory=facts[owner].host_free is None)
+        for stage in estimate_memory(config, model)
+        if (owner := stage.stage.owner) in facts
+    ]
+    check_memory(config, memory, facts, model)
+
+
 CHECKS: tuple[Callable[[MachineView], Findings], ...] = (
-    *(version, role, names, own_address, keys, port, reach, clock, link, configuration, model),
+    *(version, role, places, keys, port, reach, clock, link, configuration, model),
     devices,
 )
 
