@@ -5,17 +5,13 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
-import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import UserError, of_disk
-
-if TYPE_CHECKING:
-    from hetero_framework.commands.diagnosis import MachineView
 
 FORMATS = ("png", "svg", "pdf")
 PAPER, INK, FAINT, GRID = "#fdfdfb", "#222222", "#5f6670", "#d9d8d3"
@@ -23,22 +19,6 @@ PAPER, INK, FAINT, GRID = "#fdfdfb", "#222222", "#5f6670", "#d9d8d3"
 
 def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
-
-
-def findings(view: MachineView) -> Iterator[UserError]:
-    """Programs that a run's diagram lacks, for `hetero doctor`."""
-    training = view.config.training
-    drawn = training.visualize and training.visualization_format != "mmd"
-    if not (view.is_coordinator and drawn) or shutil.which("dot") is not None:
-        return
-    if can_draw():
-        plainer = "matplotlib draws the diagram; the package graphviz gives a better one"
-        view.notes.append(f"there is no program dot, so {plainer}")
-        return
-    yield UserError(
-        "there is no program dot (Graphviz) and no matplotlib, so no diagram is drawn",
-        hint='install the package graphviz, or set training.visualization_format to "mmd"',
-    )
 
 
 def save(make: Callable[[], Any], path: str | os.PathLike[str], form: str | None = None) -> Path:

@@ -29,7 +29,6 @@ from hetero_framework.extras.observe.diagram import (
     to_mermaid,
 )
 from hetero_framework.extras.observe.diagram_figure import draw
-from tests.unit.commands.test_diagnosis import found, view
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
@@ -387,15 +386,3 @@ def test_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "a.mmd", tmp_path / "file" / "b.mmd"):
         with pytest.raises(UserError, match="cannot write the picture"):
             draw(THREE, path)
-
-
-def test_program_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    drawn = {"visualize": True}
-    made = view(tmp_path, training=drawn)
-    assert found(pictures.findings, made) == []
-    assert "the package graphviz gives a better one" in made.notes[0]
-    monkeypatch.setattr(pictures, "can_draw", lambda: False)
-    assert "no diagram is drawn" in found(pictures.findings, view(tmp_path, training=drawn))[0]
-    text = {"visualize": True, "visualization_format": "mmd"}
-    assert found(pictures.findings, view(tmp_path, training=text)) == []
