@@ -83,7 +83,8 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
     role = role_here(config)
     here: tuple[WorkerId, ...] = () if role is None else role.ids
     owners: Sequence[WorkerId] = ["local", *(worker.id for worker in config.workers)]
-    layers = schedule = None
+    layers: int | None = None
+    schedule: dict[str, Any] | None = None
     if config.is_planned:
         owners, layers, schedule = config.plan.owners, config.plan.num_layers, forecast(config)
     look = _look(config, here)
