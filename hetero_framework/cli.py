@@ -13,12 +13,12 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, cast
+from types import ModuleType
+from typing import Any
 
 from hetero_framework import errors, registry, versions
 from hetero_framework._version import __version__
 from hetero_framework.commands.options import (
-    Option,
     check_outputs,
     flag,
     import_files,
@@ -119,9 +119,9 @@ def _run(arguments: argparse.Namespace) -> int:
         keep_life_line(arguments)
         check_outputs(arguments)
         import_files(arguments)
-        code = _command(arguments.command).run(arguments)
+        code = registry.command(arguments.command).run(arguments)
     sys.stdout.flush()
-    return code or 0
+    return int(code or 0)
 
 
 _KINDS: dict[type[HeteroError], str] = {StoppedEarly: "stopped", GroupFinished: "done"}
@@ -131,19 +131,6 @@ _KINDS: dict[type[HeteroError], str] = {StoppedEarly: "stopped", GroupFinished: 
 def _did_you_mean(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
-
-
-class Command(Protocol):
-    """The module of a command."""
-
-    EXAMPLES: str
-    OPTIONS: Sequence[Option]
-
-    def run(self, arguments: argparse.Namespace) -> int | None: ...
-
-
-def _command(name: str) -> Command:
-    return cast(Command, registry.command(name))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -176,11 +163,11 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if only in (None, name):
-            _add_options(command, _command(name))
+            _add_options(command, registry.command(name))
     return parser
 
 
-def _add_options(parser: argparse.ArgumentParser, command: Command) -> None:
+def _add_options(parser: argparse.ArgumentParser, command: ModuleType) -> None:
     examples = textwrap.indent(textwrap.dedent(command.EXAMPLES).strip(), "  ")
     parser.epilog = f"examples:\n{examples}"
     parser.set_defaults(parser=parser)

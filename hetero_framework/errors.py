@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 _NO_MEMORY = (
@@ -43,12 +43,6 @@ def attempt(work: Callable[[], T]) -> T | UserError:
         return work()
     except UserError as error:
         return error
-
-
-def raised(check: Callable[[], object]) -> Iterator[UserError]:
-    """Yield the UserError that `check` raises, if it raises one."""
-    if isinstance(found := attempt(check), UserError):
-        yield found
 
 
 class ConfigError(UserError):

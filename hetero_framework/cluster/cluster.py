@@ -34,7 +34,7 @@ from hetero_framework.cluster.worker_links import ShowAway, WorkerLinks
 from hetero_framework.config import Config
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
-from hetero_framework.core.devices import Device, open_device
+from hetero_framework.core.devices import open_device
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
 from hetero_framework.core.threads import in_background
@@ -74,13 +74,6 @@ class MachineFacts:
     memory_free: int
     no_four_bit: str | None = None
     host_free: int | None = None
-
-    @classmethod
-    def here(cls, device: Device) -> MachineFacts:
-        """The facts of a device of this machine."""
-        memory = device.memory()
-        more = device.no_four_bit, device.host_free
-        return cls(device.name, device.label, memory.total, memory.free, *more)
 
     @classmethod
     def of(cls, welcome: m.Welcome) -> MachineFacts:
@@ -200,7 +193,12 @@ class Cluster:
             else:
                 self._peers.await_in_background(worker)
         welcomes = self._peers.connect_all(wanted)
-        facts: dict[WorkerId, MachineFacts] = {"local": MachineFacts.here(self.device)}
+        device, memory = self.device, self.device.memory()
+        facts: dict[WorkerId, MachineFacts] = {}
+        facts["local"] = MachineFacts(
+            *(device.name, device.label, memory.total, memory.free),
+            *(device.no_four_bit, device.host_free),
+        )
         for worker, welcome in welcomes.items():
             self.members.on(worker, Event.FRESH)
             facts[worker] = MachineFacts.of(welcome)

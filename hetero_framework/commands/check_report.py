@@ -14,13 +14,14 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework import registry
+from hetero_framework.commands.diagnosis import facts_here
 from hetero_framework.commands.options import role_here
+from hetero_framework.commands.preflight import raised
 from hetero_framework.config import Config, process_name
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.data.train_data import TrainData
 from hetero_framework.engine.schedule.tuner import assumed_profile
 from hetero_framework.engine.schedule.tuning import tune
-from hetero_framework.errors import raised
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.attention import check_attention
@@ -34,7 +35,6 @@ from hetero_framework.tables import Part, lines, table
 from hetero_framework.trainer.memory_checks import (
     check_memory,
     devices_of,
-    facts_here,
     host_memory_lines,
     with_one_memory,
 )
@@ -87,7 +87,7 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
     schedule: dict[str, Any] | None = None
     if config.is_planned:
         owners, layers, schedule = config.plan.owners, config.plan.num_layers, forecast(config)
-    look = _look(config, here)
+    look = _look_at(config, here)
     memory: list[StageMemory] = []
     lessened: list[StageMemory] = []
     if look.model is not None:
@@ -111,7 +111,7 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
     }
 
 
-def _look(config: Config, here: Sequence[WorkerId]) -> _Look:
+def _look_at(config: Config, here: Sequence[WorkerId]) -> _Look:
     """Look at the model and the data: as a run would where that is possible, else in part."""
     look = _Look(config)
     if config.model is not None:

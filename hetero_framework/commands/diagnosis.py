@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -24,10 +24,11 @@ from hetero_framework.cluster.cluster import MachineFacts
 from hetero_framework.cluster.roles import Role, machine_of
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.commands.options import role_here
-from hetero_framework.commands.preflight import refusals
+from hetero_framework.commands.preflight import raised, refusals
 from hetero_framework.config import Config, Machine, WorkerConfig, process_name
 from hetero_framework.core import addresses, timeouts
 from hetero_framework.core import messages as m
+from hetero_framework.core.devices import open_device
 from hetero_framework.core.dial import DROPS_LARGE, MTU_ADVICE, connect
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
@@ -40,7 +41,6 @@ from hetero_framework.errors import (
     PeerLostError,
     UserError,
     attempt,
-    raised,
 )
 from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.introspect import introspect
@@ -49,7 +49,7 @@ from hetero_framework.models.files.quantization import check_devices, devices_kn
 from hetero_framework.models.sizing.memory import estimate_memory, recomputing
 from hetero_framework.security.access import Access, KeyOptions, access_of
 from hetero_framework.tables import lines, one_line
-from hetero_framework.trainer.memory_checks import Facts, check_memory, facts_here
+from hetero_framework.trainer.memory_checks import Facts, check_memory
 from hetero_framework.units import bit_rate, seconds
 
 _DIAL_S = 4.0
@@ -375,6 +375,25 @@ def devices(view: MachineView) -> Findings:
     for error in (error for check in checks for error in raised(check)):
         for line in error.message.splitlines():
             yield type(error)(line, hint=error.hint)
+
+
+def facts_here(
+    config: Config, local: Iterable[WorkerId]
+) -> tuple[dict[WorkerId, MachineFacts], list[UserError]]:
+    """The facts of the `local` processes, which this machine runs, and an error for each whose
+    device cannot be opened."""
+    facts: dict[WorkerId, MachineFacts] = {}
+    errors: list[UserError] = []
+    for owner in local:
+        device = attempt(partial(open_device, config.machine(owner).device))
+        if isinstance(device, UserError):
+            text = f"{process_name(owner)}: {device.message}"
+            errors.append(type(device)(text, hint=device.hint))
+            continue
+        memory, more = device.memory(), (device.no_four_bit, device.host_free)
+        about = (device.name, device.label, memory.total, memory.free)
+        facts[owner] = MachineFacts(*about, *more)
+    return facts, errors
 
 
 def _fit(config: Config, model: PretrainedConfig, facts: Facts) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from hetero_framework import control, repository
 from hetero_framework.config import Config, ModelConfig
 from hetero_framework.config.asked_extras import absent_extras, asked
 from hetero_framework.config.optimizers import optimizer_problems
-from hetero_framework.config.problems import raise_all
+from hetero_framework.config.problems import Problem, report
 from hetero_framework.data.sources import find_sources
 from hetero_framework.data.tokenizer import tokenizer_place
-from hetero_framework.errors import ConfigError, DataError, ModelError, UserError, raised
+from hetero_framework.errors import ConfigError, DataError, ModelError, UserError, attempt
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Names of the number of layers in config.json."""
@@ -23,8 +23,22 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 def preflight(config: Config, *, data: bool = True, writes: bool = False) -> None:
     """Raise the error of the only problem, or a ConfigError that lists several problems."""
-    errors = list(refusals(config, data=data, writes=writes))
-    raise_all("the configuration", errors, ConfigError)
+    raise_all("the configuration", refusals(config, data=data, writes=writes), ConfigError)
+
+
+def raise_all(name: str, errors: Iterable[UserError], kind: type[UserError]) -> None:
+    """Raise the only one of the errors, or one error of this `kind` that lists them all."""
+    found = list(errors)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise kind(report(name, [Problem("", e.message, e.hint or "") for e in found]))
+
+
+def raised(check: Callable[[], object]) -> Iterator[UserError]:
+    """Yield the UserError that `check` raises, if it raises one."""
+    if isinstance(found := attempt(check), UserError):
+        yield found
 
 
 def refusals(config: Config, *, data: bool, writes: bool) -> Iterator[UserError]:

@@ -15,7 +15,6 @@ from hetero_framework import registry
 from hetero_framework.config.aliases import OWNERS, is_harmless, meant, own_name, refusal_of
 from hetero_framework.config.section import section_at, sections_of
 from hetero_framework.config.strict_json import join_path, json_type
-from hetero_framework.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,6 @@ def report(name: str, problems: Sequence[Problem]) -> str:
     for problem in problems:
         lines += [f"  {problem}", *([f"    {problem.fix}"] if problem.fix else [])]
     return "\n".join(lines)
-
-
-def raise_all(name: str, errors: Sequence[UserError], kind: type[UserError]) -> None:
-    """Raise the only one of the errors, or one error of this `kind` that lists them all."""
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        problems = [Problem("", error.message, error.hint or "") for error in errors]
-        raise kind(report(name, problems))
 
 
 def problems_of(details: Sequence[Any], root: type[BaseModel], raw: Any) -> list[Problem]:

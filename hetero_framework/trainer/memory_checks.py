@@ -13,7 +13,7 @@ from hetero_framework.cluster.cluster import MachineFacts
 from hetero_framework.cluster.roles import machine_of
 from hetero_framework.config import Config, process_name
 from hetero_framework.core.devices import open_device
-from hetero_framework.errors import DeviceError, PlanError, UserError, attempt
+from hetero_framework.errors import DeviceError, PlanError, attempt
 from hetero_framework.models.cut.objective import ChunkedObjective
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.sizing.memory import (
@@ -40,31 +40,13 @@ def devices_of(config: Config, facts: Facts) -> list[tuple[set[str | int], int]]
     return list(devices.values())
 
 
-def facts_here(
-    config: Config, local: Collection[str | int]
-) -> tuple[dict[str | int, MachineFacts], list[UserError]]:
-    """The facts of the `local` processes, which this machine runs, and an error for each whose
-    device cannot be opened."""
-    facts: dict[str | int, MachineFacts] = {}
-    errors: list[UserError] = []
-    for owner in local:
-        device = attempt(partial(open_device, config.machine(owner).device))
-        if isinstance(device, UserError):
-            text = f"{process_name(owner)}: {device.message}"
-            errors.append(type(device)(text, hint=device.hint))
-        else:
-            facts[owner] = MachineFacts.here(device)
-    return facts, errors
-
-
 def with_one_memory(config: Config, local: Collection[str | int]) -> set[str | int]:
     """Processes whose device shares the machine's memory, as known before they are asked. The kind
     of device tells; the devices of the `local` processes, on this machine, are opened."""
     names = {owner: config.machine(owner).device for owner in config.plan.owners}
-    alike = {owner: name.partition(":")[0] in ONE_MEMORY for owner, name in names.items()}
-    opened, _ = facts_here(config, names.keys() & local)
-    alike |= {owner: fact.host_free is None for owner, fact in opened.items()}
-    return {owner for owner in names if alike[owner]}
+    opened = {o: attempt(partial(open_device, names[o])) for o in local if o in names}
+    kinds = {owner: name.partition(":")[0] in ONE_MEMORY for owner, name in names.items()}
+    return {o for o in names if getattr(opened.get(o), "one_memory", kinds[o])}
 
 
 def host_memory_lines(config: Config, one_memory: Collection[str | int]) -> list[str]:
@@ -106,11 +88,9 @@ def host_memory_lines(config: Config, one_memory: Collection[str | int]) -> list
 def check_memory(
     config: Config, memory: Sequence[StageMemory], facts: Facts, model: PretrainedConfig
 ) -> None:
-    """Raise PlanError if stages do not fit their device, or their machine's host memory.
-
-    Processes that share a device (CPU workers of one machine, two workers on one card) share its
-    free memory. All processes of a machine share its host memory.
-    """
+    """Raise PlanError if stages do not fit their device, or their machine's host memory. Processes
+    that share a device (CPU workers of one machine, two workers on one card) share its free memory.
+    All processes of a machine share its host memory."""
     problems, ways = [], [""]
     for owners, free in devices_of(config, facts):
         here = [m for m in memory if m.stage.owner in owners]

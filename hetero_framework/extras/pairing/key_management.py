@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero_framework.commands.options import DEFAULT_CONFIG
+from hetero_framework.commands.preflight import raise_all
 from hetero_framework.config import LIGHTHOUSE_PORT, Config, host_and_port, split_address
-from hetero_framework.config.problems import raise_all
 from hetero_framework.config.strict_json import parse_object
 from hetero_framework.core import addresses, timeouts, tls
 from hetero_framework.core.dial import Listener
@@ -231,7 +231,7 @@ def check(config: Config | None, keys: KeyDirectory) -> str:
     """Check the keys; return a text with the processes that have keys. Raises IdentityError that
     lists every problem."""
     keys.settle()
-    raise_all(f"the key directory {keys.path}", list(problems(config, keys)), IdentityError)
+    raise_all(f"the key directory {keys.path}", problems(config, keys), IdentityError)
     lines = []
     for process in keys.processes():
         identity, file = keys.identity(process), keys.bundle(process)

@@ -113,38 +113,14 @@ class Generator:
         """The sample of each prompt, between two steps. `take_token` is called once for each token,
         with the number of its prompt. `restore` restores the state of stages that are loaded again
         after a worker was lost; without it such a loss is raised."""
-        told = [0] * len(prompts)
-        num_stages = len(self._config.shard_plan)
-
-        def generate() -> TextGeneration:
-            def take(prompt: int, token: int) -> None:
-                if len(texts.texts[prompt]) > told[prompt]:  # else it is done again after a loss
-                    told[prompt] += 1
-                    take_token(prompt, token)
-
-            texts = TextGeneration(
-                [prompt.ids for prompt in prompts],
-                max_new_tokens=choice.max_new_tokens,
-                max_positions=self.max_positions,
-                stop=self._stop,
-                vocabulary=int(self._model_config.get_text_config().vocab_size),
-                at_once=2 * num_stages,
-                cached=self.how.cached,
-                take_token=take,
-            )
-            decoding = Decoding(choice.temperature, choice.top_p, choice.seed, self.how.cached)
-            cluster.loaded.begin(
-                StepInfo(step, 0, False, texts.micro_batches, 1, decoding=decoding)
-            )
-            cluster.pipeline.decode(texts)
-            return texts
-
-        attempts = count()
+        told, attempts = [0] * len(prompts), count()
 
         def attempt() -> TextGeneration:
             if next(attempts) and restore is not None:
                 restore()
-            return cluster.retrying(generate)
+            return cluster.retrying(
+                lambda: self._generate(cluster, prompts, choice, step, told, take_token)
+            )
 
         found = (attempt() if restore is None else cluster.recovery.outlive(attempt)).texts
         cluster.retrying(cluster.pipeline.abort)  # frees the stages' caches
@@ -154,6 +130,37 @@ class Generator:
             )
             for prompt, ids in zip(prompts, found, strict=True)
         ]
+
+    def _generate(
+        self,
+        cluster: Cluster,
+        prompts: Sequence[Prompt],
+        choice: Choice,
+        step: int,
+        told: list[int],
+        take_token: TakeToken,
+    ) -> TextGeneration:
+        """Continue all prompts. `told` counts the tokens of each that were taken before a loss."""
+
+        def take(prompt: int, token: int) -> None:
+            if len(texts.texts[prompt]) > told[prompt]:
+                told[prompt] += 1
+                take_token(prompt, token)
+
+        texts = TextGeneration(
+            [prompt.ids for prompt in prompts],
+            max_new_tokens=choice.max_new_tokens,
+            max_positions=self.max_positions,
+            stop=self._stop,
+            vocabulary=int(self._model_config.get_text_config().vocab_size),
+            at_once=2 * len(self._config.shard_plan),
+            cached=self.how.cached,
+            take_token=take,
+        )
+        decoding = Decoding(choice.temperature, choice.top_p, choice.seed, self.how.cached)
+        cluster.loaded.begin(StepInfo(step, 0, False, texts.micro_batches, 1, decoding=decoding))
+        cluster.pipeline.decode(texts)
+        return texts
 
 
 class Sampler:
