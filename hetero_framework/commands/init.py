@@ -211,12 +211,6 @@ def propose(
             for machine in (coordinator, *entries):
                 if _lacks_four_bit(machine["device"].partition(":")[0]):
                     machine["quantization"] = "none"
-            if all("quantization" in machine for machine in (coordinator, *entries)):
-                raise UserError(
-                    "no machine of these has 4 bits, which qlora needs",
-                    hint="take --adapter lora, or add a machine with an NVIDIA, AMD, Intel or Apple"
-                    " GPU",
-                )
     raw["adapter"] = None if adapter == "none" else dict(LORA)
     if answers.island is not None:
         where = answers.lighthouse or host_and_port("127.0.0.1", LIGHTHOUSE_PORT)
@@ -290,6 +284,11 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
         hostname=addresses.local_hostnames()[0],
         own_address=addresses.primary_address(),
     )
+    if all(entry.get("quantization") for entry in (raw["coordinator"], *raw["workers"])):
+        raise UserError(
+            "no machine of these has 4 bits, which qlora needs",
+            hint="take --adapter lora, or add a machine with an NVIDIA, AMD, Intel or Apple GPU",
+        )
     config = Config.from_dict(raw, output.absolute().parent, name="the answers")
     write_json(output, raw)
     return config
