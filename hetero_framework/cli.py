@@ -18,12 +18,7 @@ from typing import Any
 
 from hetero_framework import errors, registry, versions
 from hetero_framework._version import __version__
-from hetero_framework.commands.options import (
-    check_outputs,
-    flag,
-    import_files,
-    keep_life_line,
-)
+from hetero_framework.commands.options import check_outputs, flag, import_files, keep_life_line
 from hetero_framework.errors import GroupFinished, HeteroError, StoppedEarly
 from hetero_framework.log import Lines, log_to, one_line, to_stderr
 from hetero_framework.trainer.signals import STOPPED, StopRequest, hearing

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework import registry
+from hetero_framework.cluster.cluster import MachineFacts
 from hetero_framework.commands.diagnosis import facts_here
 from hetero_framework.commands.options import role_here
 from hetero_framework.commands.preflight import raised
@@ -30,21 +31,16 @@ from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, devices_known
 from hetero_framework.models.library import quiet_libraries
-from hetero_framework.models.sizing.memory import StageMemory, estimate_memory, recomputing
+from hetero_framework.models.sizing.memory import (
+    ONE_MEMORY,
+    StageMemory,
+    estimate_memory,
+    recomputing,
+)
 from hetero_framework.tables import Part, lines, table
-from hetero_framework.trainer.memory_checks import (
-    check_memory,
-    devices_of,
-    host_memory_lines,
-    with_one_memory,
-)
+from hetero_framework.trainer.memory_checks import check_memory, devices_of, host_memory_lines
 from hetero_framework.trainer.resolution import Decision, Resolved
-from hetero_framework.trainer.setup import (
-    check_objective,
-    prepare,
-    read_data,
-    resolve_loss_chunk,
-)
+from hetero_framework.trainer.setup import check_objective, prepare, read_data, resolve_loss_chunk
 from hetero_framework.units import plural, share, size
 
 _LARGE_BUBBLE = 0.2
@@ -69,6 +65,7 @@ class _Look:
     tokenizer: PreTrainedTokenizerBase | None = None
     tokens: int | None = None  # of the longest row
     decisions: Sequence[Decision] = ()
+    facts: dict[WorkerId, MachineFacts] = field(default_factory=dict)  # of this machine
     notes: list[str] = field(default_factory=list)
 
 
@@ -88,12 +85,14 @@ def check(config: Config, *, show: int = 0) -> dict[str, Any]:
     if config.is_planned:
         owners, layers, schedule = config.plan.owners, config.plan.num_layers, forecast(config)
     look = _look_at(config, here)
+    look.facts, absent = facts_here(config, here)
+    look.notes += [f"warning: {error.message}" for error in absent]
     memory: list[StageMemory] = []
     lessened: list[StageMemory] = []
     if look.model is not None:
         layers = introspect(look.model).num_layers
         if schedule is not None:
-            memory, lessened = _memory(look, look.model, here, schedule["held"])
+            memory, lessened = _memory(look, look.model, schedule["held"])
     examples = []
     if show and look.tokenizer is not None:
         examples = registry.needed("views", "shown", "--show")(look.config, look.tokenizer, show)
@@ -164,12 +163,19 @@ def _as_a_run(config: Config) -> _Look:
     )
 
 
+def _has_one_memory(look: _Look, owner: WorkerId) -> bool:
+    """Whether a device shares the machine's memory. Elsewhere the kind of the device tells."""
+    if (fact := look.facts.get(owner)) is not None:
+        return fact.host_free is None
+    return look.config.machine(owner).device.partition(":")[0] in ONE_MEMORY
+
+
 def _memory(
-    look: _Look, model: PretrainedConfig, here: Sequence[WorkerId], held: Sequence[int]
+    look: _Look, model: PretrainedConfig, held: Sequence[int]
 ) -> tuple[list[StageMemory], list[StageMemory]]:
     """The memory of each stage, which stores up to `held` forwards, and the least memory if "auto"
     settings can lower it, else []."""
-    one = with_one_memory(look.config, here)
+    one = {owner for owner in look.config.plan.owners if _has_one_memory(look, owner)}
     look.notes += host_memory_lines(look.config, one)
 
     def estimated(config: Config) -> list[StageMemory]:
@@ -312,21 +318,19 @@ def _this_machine(
         text = "nothing here names this machine; train on it needs --role or --worker-id"
         look.notes.append(text)
         return {"role": "has no role in this configuration", "devices": []}
-    facts, absent = facts_here(look.config, here)
-    look.notes += [f"warning: {error.message}" for error in absent]
     shown = []
-    for owners, free in devices_of(look.config, facts):
+    for owners, free in devices_of(look.config, look.facts):
         needed, less = (
             sum(m.total for m in estimate if m.stage.owner in owners)
             for estimate in (memory, least)
         )
-        fact = next(facts[owner] for owner in owners)
+        fact = look.facts[min(owners, key=str)]
         needs = f"needs {size(needed)}, " if needed else ""
         if less < needed:
             needs += f"{size(less)} with gradient checkpointing, "
         shown.append(f"{fact.device} ({fact.label}): {needs}{size(free)} free")
     if look.model is not None:
-        fits = partial(check_memory, look.config, least, facts, look.model)
+        fits = partial(check_memory, look.config, least, look.facts, look.model)
         for error in raised(fits):
             look.notes += [f"warning: {line}" for line in error.message.splitlines()]
             look.notes.append(f"to fit the memory: {error.hint}")

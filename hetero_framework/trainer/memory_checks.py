@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 
 from transformers import PretrainedConfig
 
@@ -12,16 +11,10 @@ from hetero_framework import registry
 from hetero_framework.cluster.cluster import MachineFacts
 from hetero_framework.cluster.roles import machine_of
 from hetero_framework.config import Config, process_name
-from hetero_framework.core.devices import open_device
-from hetero_framework.errors import DeviceError, PlanError, attempt
+from hetero_framework.errors import DeviceError, PlanError
 from hetero_framework.models.cut.objective import ChunkedObjective
 from hetero_framework.models.cut.objectives import objective_of
-from hetero_framework.models.sizing.memory import (
-    ONE_MEMORY,
-    StageMemory,
-    keeps_states,
-    offload_layers,
-)
+from hetero_framework.models.sizing.memory import StageMemory, keeps_states, offload_layers
 from hetero_framework.models.verify.equivalence import why_not_chunked
 from hetero_framework.units import size
 
@@ -38,15 +31,6 @@ def devices_of(config: Config, facts: Facts) -> list[tuple[set[str | int], int]]
         owners, free = devices.get(place, (set(), fact.memory_free))
         devices[place] = (owners | {owner}, min(free, fact.memory_free))
     return list(devices.values())
-
-
-def with_one_memory(config: Config, local: Collection[str | int]) -> set[str | int]:
-    """Processes whose device shares the machine's memory, as known before they are asked. The kind
-    of device tells; the devices of the `local` processes, on this machine, are opened."""
-    names = {owner: config.machine(owner).device for owner in config.plan.owners}
-    opened = {o: attempt(partial(open_device, names[o])) for o in local if o in names}
-    kinds = {owner: name.partition(":")[0] in ONE_MEMORY for owner, name in names.items()}
-    return {o for o in names if getattr(opened.get(o), "one_memory", kinds[o])}
 
 
 def host_memory_lines(config: Config, one_memory: Collection[str | int]) -> list[str]:

@@ -13,7 +13,7 @@ from hetero_framework.config import Config
 from hetero_framework.errors import PlanError
 from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.sizing.memory import StageMemory, estimate_memory
-from hetero_framework.trainer.memory_checks import check_memory, host_memory_lines, with_one_memory
+from hetero_framework.trainer.memory_checks import check_memory, host_memory_lines
 from tests.installed import needs
 from tests.samples import plan_of
 
@@ -152,14 +152,8 @@ def test_states_and_inputs_in_host_memory_have_their_own_advice() -> None:
 
 
 @needs("host_memory")
-def test_devices_with_one_memory_are_known_by_their_kind() -> None:
+def test_host_memory_does_nothing_where_device_and_host_are_one_memory() -> None:
     cfg = config(activation_offloading=True)
-    assert with_one_memory(cfg, ()) == set()
-    machine = {**MACHINE, "device": "mps"}
-    cfg = cfg.with_changes(coordinator=machine)
-    assert with_one_memory(cfg, ()) == {"local"}
-    cfg = cfg.with_changes(coordinator={**machine, "device": "cpu"})
-    assert with_one_memory(cfg, ["local"]) == {"local"}
     assert host_memory_lines(cfg, {"local"}) == [
         "training.activation_offloading does nothing for coordinator: device and host are one"
         " memory"
