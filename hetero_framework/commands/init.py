@@ -410,7 +410,7 @@ class _Questions:
         if self.answers.coordinator is None:
             question = "Device of this machine, the coordinator (auto, cpu, cuda:0, mps, ...)"
             self.fill("device", question, "auto", _device)
-        question = f"Workers beside this machine: none, or {_HOST_PORT_DEVICE} of each"
+        question = f"Workers ({_HOST_PORT_DEVICE} of each, with spaces between), or none"
         self.fill("workers", question, f"127.0.0.1:{WORKER_PORT}", _workers)
         if self.answers.workers and sys.stdin.isatty():
             question = "Measure the machines when the run begins, and plan by that? (yes/no)"
