@@ -96,12 +96,6 @@ class MachineView:
         return () if self.role is None else self.role.ids
 
     @property
-    def entries(self) -> list[tuple[WorkerId, Machine]]:
-        """All processes that take part, with their machines."""
-        workers = [(worker.id, worker) for worker in self.config.planned_workers]
-        return [("local", self.config.coordinator), *workers]
-
-    @property
     def remote_workers(self) -> list[WorkerConfig]:
         return [worker for worker in self.config.planned_workers if worker.id not in self.local_ids]
 
@@ -246,8 +240,10 @@ def role(view: MachineView) -> Findings:
 def places(view: MachineView) -> Findings:
     """Names unknown here, names that mean loopback on their machine (Debian's 127.0.1.1), and
     addresses that this machine does not have."""
-    alone = len({machine_of(view.config, machine) for _, machine in view.entries}) == 1
-    for id, machine in view.entries:
+    machines: dict[WorkerId, Machine] = {"local": view.config.coordinator}
+    machines |= {worker.id: worker for worker in view.config.planned_workers}
+    alone = len({machine_of(view.config, machine) for machine in machines.values()}) == 1
+    for id, machine in machines.items():
         if isinstance(machine, WorkerConfig) and machine.dials:
             continue  # nobody needs its address
         ip, who, is_here = machine.ip, process_name(id), id in view.local_ids
