@@ -1,4 +1,4 @@
-"""Reads an object of JSON or YAML strictly, with errors that name line, column and what to change.
+"""Reads an object of JSON or YAML strictly: errors name a line and column, or the path of a value.
 
 The standard readers accept duplicate keys and NaN silently; both are refused here. A file is YAML
 where its name ends in .yaml or .yml; an extra reads it.
@@ -6,12 +6,10 @@ where its name ends in .yaml or .yml; an extra reads it.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +19,8 @@ from hetero_framework.errors import ConfigError, in_words
 MAX_FILE_BYTES = 16 * 1024 * 1024
 _SHOWN_COLUMNS = 100
 _MOST_LEVELS = 100
-_TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(?=\s*:)|"(?:[^"\\]|\\.)*"|[{}\[\],]')
+"""Levels to which the functions that walk through a configuration can go."""
 YAML_ENDINGS = (".yaml", ".yml")
-_YAML = re.compile(r"(\s*#.*\n)*\s*(---\s|[A-Za-z_]\w*:(\s|$))")
-
-
-class Misread(Exception):
-    """A text is not valid JSON or YAML: the cause, and its line and column (from 1)."""
-
-    def __init__(self, line: int, column: int, cause: str) -> None:
-        super().__init__(cause)
-        self.line, self.column, self.cause = line, column, cause
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -63,18 +52,16 @@ def parse_object(content: bytes, *, name: str, foreign: bool = False) -> dict[st
     text = _decode(content, name)
     if not text.strip():
         raise ConfigError(f"{name} is empty", hint="`hetero init` writes a complete file")
+    is_yaml = name.endswith(YAML_ENDINGS) or (foreign and not name.endswith(".json"))
     try:
-        if name.endswith(YAML_ENDINGS) or (foreign and not name.endswith(".json")):
+        if is_yaml:
             loads = registry.needed("notations", "YAML", name)
             value = loads(text, object_hook=_Object, foreign=foreign)
         else:
             value = json.loads(text, object_pairs_hook=_Object)
-        faults = list(_faults(value, "", text))
+        faults = list(_faults(value))
     except json.JSONDecodeError as error:
-        raise ConfigError(_describe(error, text, name)) from None
-    except Misread as error:
-        cause = f"not valid YAML: {error.cause}"
-        raise ConfigError(_at(name, text, error.line, error.column, cause)) from None
+        raise ConfigError(_at(name, "YAML" if is_yaml else "JSON", error)) from None
     except RecursionError:
         raise ConfigError(f"{name} is nested too deeply to be a configuration") from None
     except ValueError as error:  # an integer with thousands of digits
@@ -112,14 +99,12 @@ def join_path(parent: str, key: str | int) -> str:
 
 
 class _Object(dict[str, Any]):
-    """An object that remembers which keys it was given more than once, and in which `lines`."""
+    """An object that remembers which of its `keys` it was given more than once. YAML's merge keys
+    put in others, which may be given again."""
 
-    def __init__(
-        self, pairs: list[tuple[str, Any]], lines: Mapping[str, list[int]] | None = None
-    ) -> None:
+    def __init__(self, pairs: list[tuple[str, Any]], keys: Sequence[str] | None = None) -> None:
         super().__init__(pairs)
-        self.lines = lines or {}
-        names = (key for key, _ in pairs) if lines is None else (k for k in lines for _ in lines[k])
+        names = [key for key, _ in pairs] if keys is None else keys
         counts = Counter(names) if len(self) < len(pairs) else {}  # most have no key twice
         self.repeated = [key for key, count in counts.items() if count > 1]
 
@@ -127,16 +112,25 @@ class _Object(dict[str, Any]):
 def repeated_keys(text: str, index: int) -> list[str]:
     """The paths of the keys that an object of the JSON value at `index` gives more than once."""
     value, _ = json.JSONDecoder(object_pairs_hook=_Object).raw_decode(text, index)
-    return list(_repeated(value, ""))
+    objects = ((path, one) for path, one, _ in _values(value) if isinstance(one, _Object))
+    return [join_path(path, key) for path, one in objects for key in one.repeated]
 
 
-def _repeated(value: Any, path: str) -> Iterator[str]:
-    if isinstance(value, _Object):
-        yield from (join_path(path, key) for key in value.repeated)
+def _values(value: Any) -> Iterator[tuple[str, Any, int]]:
+    """`value` and all values in it, in the order of the text: path, value, level."""
+    waiting = [iter([("", value)])]
+    while waiting:
+        if (found := next(waiting[-1], None)) is None:
+            waiting.pop()
+        else:
+            yield *found, len(waiting) - 1
+            if isinstance(found[1], (dict, list)):
+                waiting.append(_inside(*found))
+
+
+def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items:
-        if isinstance(item, (dict, list)):
-            yield from _repeated(item, join_path(path, key))
+    return ((join_path(path, key), item) for key, item in items)
 
 
 def _decode(content: bytes, name: str) -> str:
@@ -151,75 +145,24 @@ def _decode(content: bytes, name: str) -> str:
         ) from None
 
 
-def _describe(error: json.JSONDecodeError, text: str, name: str) -> str:
-    line_number, column, cause = error.lineno, error.colno, error.msg
-    if _YAML.match(text):
-        return f"{name}: this looks like YAML; let its name end in .yaml"
-    rest = text[error.pos :].lstrip()
-    before = text[: error.pos].rstrip()
-    if rest.startswith(("//", "/*", "#")):
-        cause = "JSON has no comments; delete this one"
-    elif error.msg.startswith("Illegal trailing comma") or (
-        before.endswith(",") and rest[:1] in ("}", "]")
-    ):
-        comma = len(before) - 1 if before.endswith(",") else error.pos
-        line_number = text.count("\n", 0, comma) + 1
-        column = comma - text.rfind("\n", 0, comma)
-        cause = "a comma before the closing bracket; delete the comma"
-    elif rest.startswith("'"):
-        cause = 'JSON texts are written with double quotes "..."'
-    elif not rest:
-        cause = "the file ends too early; a closing bracket or quote is missing"
-    elif rest.startswith(("True", "False", "None")):
-        cause = "JSON writes true, false and null in lower case"
-    return _at(name, text, line_number, column, f"not valid JSON: {cause}")
-
-
-def _at(name: str, text: str, line_number: int, column: int, cause: str) -> str:
+def _at(name: str, language: str, error: json.JSONDecodeError) -> str:
     """The message for a place in the text, with the line there."""
-    lines = text.splitlines() or [""]
-    line = lines[min(line_number, len(lines)) - 1]
-    left = max(0, column - 1 - _SHOWN_COLUMNS // 2)
-    shown = line[left : left + _SHOWN_COLUMNS].replace("\t", " ")
-    marker = " " * (column - 1 - left) + "^"
-    return f"{name}, line {line_number}, column {column}: {cause}\n    {shown}\n    {marker}"
+    line = error.doc.split("\n")[error.lineno - 1]
+    left = max(0, error.colno - 1 - _SHOWN_COLUMNS // 2)
+    shown = line[left : left + _SHOWN_COLUMNS].replace("\t", " ").rstrip()
+    marker = " " * (error.colno - 1 - left) + "^"
+    place = f"{name}, line {error.lineno}, column {error.colno}"
+    return f"{place}: not valid {language}: {error.msg}\n    {shown}\n    {marker}"
 
 
-def _faults(value: Any, path: str, text: str, depth: int = 0) -> Iterator[str]:
+def _faults(value: Any) -> Iterator[str]:
     """The faults that the standard reader accepts: repeated keys and non-finite numbers.
-    RecursionError for more levels than the functions that walk through a configuration can go."""
-    if depth > _MOST_LEVELS:
-        raise RecursionError
-    if isinstance(value, _Object):
-        for key in value.repeated:
-            here = join_path(path, key)
-            lines = " and ".join(map(str, value.lines.get(key) or _lines_of_key(text, here)))
-            yield f'{here}: the key "{key}" is given twice (lines {lines}); keep one'
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _faults(item, join_path(path, key), text, depth + 1)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _faults(item, join_path(path, index), text, depth + 1)
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield f"{path}: the number is not finite (NaN, Infinity or too large)"
-
-
-def _lines_of_key(text: str, wanted: str) -> list[int]:
-    """The lines in which the key at the path `wanted` stands, of text that is valid JSON."""
-    lines: list[int] = []
-    path: list[str | int] = []  # of the value that comes next
-    for token in _TOKEN.finditer(text):
-        mark = token[0]
-        if mark in "{[":
-            path.append("" if mark == "{" else 0)
-        elif mark in "}]":
-            path.pop()
-        elif mark == ",":
-            if isinstance(last := path[-1], int):
-                path[-1] = last + 1
-        elif token[1] is not None:  # a key: a text with a colon behind it
-            path[-1] = json.loads(token[1])
-            if functools.reduce(join_path, path, "") == wanted:
-                lines.append(text.count("\n", 0, token.start()) + 1)
-    return lines
+    RecursionError for too many levels."""
+    for path, one, level in _values(value):
+        if level > _MOST_LEVELS:
+            raise RecursionError
+        if isinstance(one, _Object):
+            for key in one.repeated:
+                yield f'{join_path(path, key)}: the key "{key}" is given twice; keep one'
+        elif isinstance(one, float) and not math.isfinite(one):
+            yield f"{path}: the number is not finite (NaN, Infinity or too large)"

@@ -6,14 +6,12 @@ those on which YAML 1.2 and JSON agree; any other word is a text, which the sche
 
 from __future__ import annotations
 
+import json
 import re
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import yaml
-
-from hetero_framework.config.strict_json import Misread
 
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = {
@@ -23,15 +21,15 @@ _PLAIN = {
     "float": r"(-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|-?\.inf|\.nan)\Z",
 }
 _MOST_VALUES = 100_000  # in a file of other programs, once its aliases are written out
-ObjectHook = Callable[[list[tuple[str, Any]], dict[str, list[int]]], dict[str, Any]]
+ObjectHook = Callable[[list[tuple[str, Any]], list[str]], dict[str, Any]]
 
 
 def loads(text: str, *, object_hook: ObjectHook, foreign: bool = False) -> Any:
-    """The value in `text`. `object_hook` makes an object of its pairs and the lines of its keys.
+    """The value in `text`. `object_hook` makes an object of its pairs and the keys that it names.
 
     `foreign` reads as other programs do: YAML 1.1, with aliases and merge keys, unless these write
     out to more values than any configuration has.
-    Raises Misread, ValueError for a number too long, and RecursionError.
+    Raises JSONDecodeError for a place of `text`, ValueError for a number too long, RecursionError.
     """
     loader = None
     try:
@@ -42,27 +40,14 @@ def loads(text: str, *, object_hook: ObjectHook, foreign: bool = False) -> Any:
             _count_values(node, {})
         return None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
-        raise Misread(*_place_and_cause(error, text)) from error
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        position = getattr(error, "position", 0) if mark is None else mark.index
+        cause = getattr(error, "problem", "this character may not stand in a YAML file")
+        cause = str(cause or error).removeprefix("but ")
+        raise json.JSONDecodeError(cause, text, position) from error
     finally:
         if loader is not None:
             loader.dispose()
-
-
-def _place_and_cause(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
-    """Line and column, from 1, and what is wrong there."""
-    if not isinstance(error, yaml.MarkedYAMLError):  # a character that no YAML has
-        at = getattr(error, "position", 0)
-        line, column = text.count("\n", 0, at), at - text.rfind("\n", 0, at) - 1
-        return line + 1, column + 1, "this character may not stand in a YAML file"
-    mark = error.problem_mark or error.context_mark
-    cause = error.problem or "it cannot be read"
-    if mark.index >= len(text.rstrip()):
-        cause = f"the file ends too early; a closing bracket or quote is missing ({cause})"
-    elif text[mark.index] == "\t":
-        cause = "a tab; YAML is indented with spaces"
-    elif error.context == "expected a single document in the stream":
-        cause = "a second document begins here; delete it"
-    return mark.line + 1, mark.column + 1, cause
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -78,13 +63,12 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return super().compose_node(parent, index)
 
     def _object(self, node: yaml.MappingNode) -> dict[str, Any]:
-        lines = defaultdict(list)
-        for key, _ in node.value:
+        keys = [key for key, _ in node.value]
+        for key in keys:
             if not isinstance(key, yaml.ScalarNode):
                 raise _error("a key must be a text", key)
-            lines[key.value].append(key.start_mark.line + 1)
         self.flatten_mapping(node)  # puts in what a merge key names
-        return self.object_hook(self.construct_pairs(node, deep=True), lines)
+        return self.object_hook(self.construct_pairs(node, deep=True), [k.value for k in keys])
 
 
 class _Strict(_Loader):

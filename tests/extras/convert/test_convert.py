@@ -247,7 +247,7 @@ def test_the_report_is_readable(convert, capsys, tmp_path) -> None:
         ("a.txt", "trl sft --model_name_or_path m\n", "a.txt is neither YAML nor JSON"),
         ("a.py", "from trl import SFTConfig\n", "a program in Python"),
         ("a.yml", "base_model: [\n", "a.yml, line 2, column 1: not valid YAML"),
-        ("a.yml", "base_model: m\nbase_model: n\n", '"base_model" is given twice (lines 1 and 2)'),
+        ("a.yml", "base_model: m\nbase_model: n\n", '"base_model" is given twice; keep one'),
         ("a.json", '{"SFTConfig": {"seed": 1}, "args": {"seed": 2}}', "seed is given twice"),
         ("a.yml", "base_model: m\nspecial_tokens: x\n", "a value of another kind than axolotl"),
         ("a.yml", "- 1\n", "must hold one object"),
