@@ -49,18 +49,6 @@ def is_harmless(root: Schema, section: str, key: str, value: Any) -> bool:
     return any(type(value) is type(other) and value == other for other in defaults + others)
 
 
-def meant(path: str, value: Any) -> str | None:
-    """What to write here for a value that other tools have for the setting at `path`."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    for where, values in settings()["values"].items():
-        if re.fullmatch(where, path):
-            fits = re.IGNORECASE | re.DOTALL
-            return next(
-                (why for form, why in values.items() if re.fullmatch(form, text, fits)), None
-            )
-    return None
-
-
 @cache
 def called(root: Schema) -> dict[str, frozenset[str]]:
     """For each setting of a schema that has any, its names in other tools."""

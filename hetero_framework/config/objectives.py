@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero_framework import registry
-from hetero_framework.config.aliases import meant
 from hetero_framework.errors import ConfigError
 
 Task = str
@@ -37,11 +36,10 @@ def needs_of(objective: str) -> Needs:
         )
     known = registry.names("objectives")
     near = difflib.get_close_matches(objective.lower(), known, n=1)
-    own = "one of your own is registered by a file of --import, on every machine"
+    more = "docs/objectives.md tells them apart; a file of --import, on every machine, adds one"
     raise ConfigError(
         f"training.objective: there is no objective {objective!r}; there are {', '.join(known)}",
-        hint=meant("training.objective", objective)
-        or (f'did you mean "{near[0]}"?' if near else own),
+        hint=f'did you mean "{near[0]}"?' if near else more,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from hetero_framework import registry
-from hetero_framework.config.aliases import OWNERS, is_harmless, meant, own_name, refusal_of
+from hetero_framework.config.aliases import OWNERS, is_harmless, own_name, refusal_of
 from hetero_framework.config.section import section_at, sections_of
 from hetero_framework.config.strict_json import join_path, json_type
 
@@ -51,23 +51,15 @@ def problems_of(details: Sequence[Any], root: type[BaseModel], raw: Any) -> list
             unions.setdefault(path, []).append(_expected(detail))
             options = " or ".join(dict.fromkeys(unions[path]))
             text = f"must be {options}, not {_value_or_type(detail['input'])}"
-            problems[path] = Problem(path, text + _advice(path, detail["input"]))
+            problems[path] = Problem(path, text)
         else:
-            text = _text(detail, keys, root)
-            if detail["type"] in _EXPECTED and (advice := _advice(path, detail["input"])):
-                text = text.partition("; did you mean")[0] + advice
-            problems.setdefault(path, Problem(path, text))
+            problems.setdefault(path, Problem(path, _text(detail, keys, root)))
     # A union also complains about its other form: "must be a text" for a list with one bad item.
     return [
         problem
         for path, problem in problems.items()
         if not (path in unions and any(p.startswith((f"{path}[", f"{path}.")) for p in problems))
     ]
-
-
-def _advice(path: str, value: Any) -> str:
-    advice = meant(path, value)
-    return f"; {advice}" if advice is not None else ""
 
 
 def without_harmless(
