@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import logging
 import math
 import os
 import re
@@ -81,8 +80,6 @@ from hetero_framework.config.section import (
 )
 from hetero_framework.config.text_limits import text_problems
 from hetero_framework.errors import ConfigError, PlanError
-
-_log = logging.getLogger(__name__)
 
 AUTO = "auto"
 """In place of shard_plan's entries: a run plans by itself."""
@@ -933,10 +930,9 @@ class TrainingConfig(Section):
     liveness_timeout_s: Annotated[float, with_unit("seconds", ge=3), FREE] = 15.0
     """A peer that is silent for this long is lost (heartbeats come every 2 s)."""
     max_skipped_steps: Annotated[int, with_unit("steps", ge=0), FREE, ALL_ISLANDS] = 5
-    """Stop after more than this many steps in a row with a non-finite loss or gradient."""
-    max_skipped_share: Annotated[float, with_unit("share", ge=0, le=1), FREE, ALL_ISLANDS] = 0.01
-    """Stop also when more than this share of the run's steps, and more than max_skipped_steps, were
-    skipped as non-finite. Steps that only made the loss scale of fp16 smaller count for neither."""
+    """Stop after more than this many steps in a row with a non-finite loss or gradient, and when
+    more than these in all and more than 1 % of the run's steps had one. Steps that only made the
+    loss scale of fp16 smaller count for neither."""
     probe_longest_batch: Annotated[bool, FREE] = True
     """Before the first step, run the longest micro-batch of the run once, forward and backward, so
     that a lack of memory shows at once. It changes nothing else, and is left out where the first
@@ -952,15 +948,6 @@ class TrainingConfig(Section):
     def longest_outage_s(self) -> float:
         """`rejoin_wait_s` as a number: infinity for null."""
         return math.inf if self.rejoin_wait_s is None else self.rejoin_wait_s
-
-    @model_validator(mode="before")
-    @classmethod
-    def _old_names(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "reconnect_timeout_s" in values:
-            _log.warning("training.reconnect_timeout_s is called rejoin_wait_s now")
-            values = {"rejoin_wait_s": values["reconnect_timeout_s"]} | values
-            values.pop("reconnect_timeout_s")
-        return values
 
     @field_validator("report_to", mode="before")
     @classmethod

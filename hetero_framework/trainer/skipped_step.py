@@ -22,6 +22,8 @@ RULES: list[Rule] = []
 a name is a condition on the settings. A rule gets the state before the step, the norm of all
 gradients and the settings; it returns the reason to skip the step, or None."""
 _SHOWN = 16
+_MOST_SKIPPED = 0.01
+"""Largest share of a run's steps that may be skipped as non-finite."""
 
 
 def judged(
@@ -109,9 +111,9 @@ def check_not_too_many(
             f"{in_a_row} steps in a row had non-finite losses or gradients; the last: {last}",
             hint=f"{hint}; training.max_skipped_steps sets the limit",
         )
-    if state.skipped > max(limit, training.max_skipped_share * total_steps):
+    if state.skipped > max(limit, _MOST_SKIPPED * total_steps):
         raise NumericError(
             f"{state.skipped} of the run's {total_steps:,} steps had non-finite losses or "
             f"gradients; the last: {last}",
-            hint=f"{hint}; training.max_skipped_share sets the limit",
+            hint=f"{hint}; training.max_skipped_steps raises the limit of {_MOST_SKIPPED:.0%}",
         )

@@ -124,7 +124,7 @@ def test_any_plan_equals_one_process(
         if broken:
             # The last break may come between the last step and the goodbye: the worker then keeps
             # its stages for so long, and the next test waits for it.
-            raw["training"] = {**raw["training"], "reconnect_timeout_s": 20}
+            raw["training"] = {**raw["training"], "rejoin_wait_s": 20}
             raw["workers"] = [
                 {**worker, "port": proxy.port}
                 for worker, proxy in zip(raw["workers"], proxies, strict=True)

@@ -55,7 +55,7 @@ class Cluster:
             "shard_plan": plan_of(("local", 2), (1, 4), (2, 6)),
             "model": {"name_or_path": str(llama)},
             "data": {"train": str(texts), "max_length": 64},
-            "training": {**TRAINING, "num_train_epochs": 2, "reconnect_timeout_s": 60.0},
+            "training": {**TRAINING, "num_train_epochs": 2, "rejoin_wait_s": 60.0},
         }
         file = folder / "workers.json"
         file.write_text(json.dumps(self.raw))

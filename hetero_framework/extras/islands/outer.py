@@ -117,7 +117,6 @@ class OuterFragment:
         averages = settings.method == "local_sgd"
         self._rate = 1.0 if averages else settings.outer_learning_rate
         self._decay = 0.0 if averages else settings.outer_momentum
-        self._nesterov = settings.outer_nesterov
         self._mixing = settings.mixing
         # At rate 1 without momentum the outer step leads to the mean of the weights. So weights
         # are sent, since old - (old - new) is not always new: one island alone keeps its bits.
@@ -153,9 +152,7 @@ class OuterFragment:
         if not self._decay:
             return gradient
         self._momentum[name] = self._momentum[name] * self._decay + gradient
-        if self._nesterov:
-            return gradient + self._momentum[name] * self._decay
-        return self._momentum[name]
+        return gradient + self._momentum[name] * self._decay
 
     def mixed(self, local: Tensors, *, agreed: bool = False) -> dict[str, Tensor]:
         """The weights to go on with, in the dtype of `local`: the agreed weights mixed with the

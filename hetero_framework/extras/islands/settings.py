@@ -69,9 +69,7 @@ class IslandConfig(Section):
     outer_momentum: Annotated[float, ReadIf("sync_steps!=1 and method=diloco")] = Field(
         default=0.9, ge=0, lt=1
     )
-    """Momentum of the outer optimizer."""
-    outer_nesterov: Annotated[bool, ReadIf("sync_steps!=1 and method=diloco")] = True
-    """Nesterov's form of the momentum."""
+    """Momentum of the outer optimizer, in Nesterov's form."""
     share: Annotated[Literal["auto"] | Annotated[float, with_unit("share", gt=0)], PER_ISLAND] = (
         "auto"
     )

@@ -24,7 +24,7 @@ def test_every_setting_of_the_contract_is_there_and_comes_back() -> None:
     streaming = {
         "min_islands": 1, "sync_steps": 20, "warmup_steps": 5, "method": "diloco", "fragments": 2,
         "delay_steps": 2, "mixing": 0.5, "compression": "none", "outer_learning_rate": 0.7,
-        "outer_momentum": 0.9, "outer_nesterov": True, "share": "auto", "wait_s": 60.0,
+        "outer_momentum": 0.9, "share": "auto", "wait_s": 60.0,
     }  # fmt: skip
     config = Config.from_dict(with_island(**streaming))
     assert config.to_dict()["island"] == ISLAND | streaming
@@ -81,7 +81,6 @@ def test_valid_settings_are_accepted(settings: dict[str, Any]) -> None:
         ({"compression": "int4"}, 'island.compression: must be "none", "bf16" or "int8"'),
         ({"outer_learning_rate": 0}, "island.outer_learning_rate: must be greater than 0.0"),
         ({"outer_momentum": 1}, "island.outer_momentum: must be less than 1.0, not 1"),
-        ({"outer_nesterov": 1}, "island.outer_nesterov: must be true or false, not 1"),
         ({"share": 0}, 'island.share: must be greater than 0 or "auto", not 0'),
         ({"share": "half"}, 'island.share: must be "auto" or a number, not the text "half"'),
         ({"fragment": 2}, 'island.fragment: unknown key; did you mean "fragments"?'),

@@ -67,7 +67,7 @@ def facts_of(config: Any, tokens: str = "") -> dict[str, Any]:
         ({"training": {"loss_type": "ipo"}}, "training.loss_type"),
         ({"training": {"rpo_alpha": 1.0}}, "training.rpo_alpha"),
         ({"training": {"label_smoothing": 0.1}}, "training.label_smoothing"),
-        ({"training": {"max_skipped_share": 0.5}}, "training.max_skipped_share"),
+        ({"training": {"max_skipped_steps": 9}}, "training.max_skipped_steps"),
         ({"adapter": {"r": 8}}, "adapter.r"),
         ({"model": {"dtype": "bfloat16"}}, "model.dtype"),
         ({"wire": {"gradients": "int8"}}, "wire.gradients"),

@@ -36,7 +36,7 @@ TRAINING = {
 }
 SECTION = {
     **{"method": "diloco", "sync_steps": 4, "fragments": 1, "delay_steps": 0, "mixing": 0.0},
-    **{"outer_learning_rate": 0.7, "outer_momentum": 0.9, "outer_nesterov": True, "share": 1},
+    **{"outer_learning_rate": 0.7, "outer_momentum": 0.9, "share": 1},
 }
 CASES: dict[str, dict[str, Any]] = {
     "local_sgd": {"method": "local_sgd"},

@@ -59,7 +59,7 @@ def _averaging(
             fragment.parameters(),
             lr=island["outer_learning_rate"],
             momentum=island["outer_momentum"],
-            nesterov=island["outer_nesterov"],
+            nesterov=True,
         )
         for fragment in fragments
     ]

@@ -89,7 +89,7 @@ class Served:
         self.config = star(
             [{"id": 1, "ip": "127.0.0.1", "port": self.port, "device": "cpu"}],
             ["local", 1],
-            training={"reconnect_timeout_s": reconnect_s},
+            training={"rejoin_wait_s": reconnect_s},
         )
         self.said: list[str] = []
         lines = log.Lines(lambda level, text: self.said.append(text))

@@ -162,7 +162,7 @@ def test_worker_is_dialled_for_as_long_as_an_outage_may_last(
 
 
 def test_worker_that_stays_away_is_given_up_when_its_time_is_over(monkeypatch: Any) -> None:
-    made = links(reconnect_timeout_s=0.05)
+    made = links(rejoin_wait_s=0.05)
     strange = worker_links._NotOpened("stranger", "it accepts, but says nothing")
     monkeypatch.setattr(timeouts, "ANSWER_TICK_S", 0.01)
     monkeypatch.setattr(made, "_open", raising(strange))
