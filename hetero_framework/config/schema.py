@@ -1461,56 +1461,54 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
         yield from _address_problems(parts.get("coordinator"), workers)
     if plan is not None and workers is not None:
         yield from owner_problems(plan, [worker.id for worker in workers])
-    quantised = _quantised(parts)
-    if "adapter" in parts and parts["adapter"] is None and model is not None:
-        for index, entry in enumerate(plan or ()):
-            if entry.offload not in (0, "auto"):
-                yield Problem(
-                    f"shard_plan[{index}].offload",
-                    "only frozen layers can stay in host memory, and without an adapter all are"
-                    " trained; add an adapter section (LoRA), or set offload to 0"
-                    " (training.offload_optimizer keeps the optimizer's states there)",
-                )
-        for path in quantised:
-            yield Problem(
-                path,
-                "quantised weights cannot be trained; add an adapter section (LoRA) or set it"
-                " to null",
-            )
-        if model.dtype == "float16" and training is not None and training.fp16:
-            yield Problem(
-                "training.fp16",
-                'needs float32 weights when all are trained; set model.dtype to "float32"',
-            )
-    if data is not None and data.streaming and training is not None:
+    yield from _weight_problems(parts)
+    if training is None:
+        return
+    if data is not None and data.streaming:
         if training.max_steps < 1:
             text = "is needed with data.streaming: the length of a stream is not known"
             yield Problem("training.max_steps", text)
         if training.train_sampling_strategy == "group_by_length":
             text = "needs all lengths before the first step; remove it, or data.streaming"
             yield Problem("training.train_sampling_strategy", text)
-    of_texts = training is None or training.reads_text
-    if not of_texts and parts.get("adapter") is not None:
+    if not training.reads_text and parts.get("adapter") is not None:
         yield Problem("adapter", "is for models of texts; take it out")
-    if not of_texts and training is not None and training.activation_offloading:
+    if not training.reads_text and training.activation_offloading:
         yield Problem("training.activation_offloading", "is for models of texts; set it to false")
-    adapter = parts.get("adapter")
-    rewrites = adapter is not None and adapter.init_lora_weights in REWRITING_INITS
-    changes = 'bias "all" trains' if adapter is not None and adapter.bias == "all" else ""
-    changes = changes or "init_lora_weights rewrites" * rewrites
-    for index, entry in enumerate(plan or ()):
-        if changes and entry.offload not in (0, "auto"):
-            text = f"only frozen layers can stay in host memory, and adapter.{changes} theirs"
-            yield Problem(f"shard_plan[{index}].offload", f"{text}; set offload to 0")
-    smooths = training is not None and training.label_smoothing_factor
-    if smooths and model is not None and model.router_aux_loss_coef:
+    if training.label_smoothing_factor and model is not None and model.router_aux_loss_coef:
         yield Problem(
             "model.router_aux_loss_coef",
             "is no part of the loss with training.label_smoothing_factor, as in transformers; set"
             " one of them to 0",
         )
-    if rewrites and quantised:
-        yield Problem("adapter.init_lora_weights", REWRITES_QUANTISED)
+
+
+def _weight_problems(parts: Mapping[str, Any]) -> Iterator[Problem]:
+    """Weights that are trained or rewritten, and are quantised, halved or in host memory."""
+    model, adapter, training = (parts.get(name) for name in ("model", "adapter", "training"))
+    quantised, changes = _quantised(parts), ""
+    if adapter is not None and adapter.init_lora_weights in REWRITING_INITS:
+        changes = "adapter.init_lora_weights rewrites theirs; set offload to 0"
+        if quantised:
+            yield Problem("adapter.init_lora_weights", REWRITES_QUANTISED)
+    if adapter is not None and adapter.bias == "all":
+        changes = 'adapter.bias "all" trains theirs; set offload to 0'
+    if "adapter" in parts and adapter is None and model is not None:
+        changes = (
+            "without an adapter all are trained; add an adapter section (LoRA), or set offload to 0"
+            " (training.offload_optimizer keeps the optimizer's states there)"
+        )
+        text = (
+            "quantised weights cannot be trained; add an adapter section (LoRA) or set it to null"
+        )
+        yield from (Problem(path, text) for path in quantised)
+        if model.dtype == "float16" and training is not None and training.fp16:
+            text = 'needs float32 weights when all are trained; set model.dtype to "float32"'
+            yield Problem("training.fp16", text)
+    for index, entry in enumerate(parts.get("shard_plan") or ()):
+        if changes and entry.offload not in (0, "auto"):
+            text = f"only frozen layers can stay in host memory, and {changes}"
+            yield Problem(f"shard_plan[{index}].offload", text)
     if model is not None and model.from_config is not None:
         yield from (Problem(path, _NEEDS_STORED) for path in quantised)
 
