@@ -71,6 +71,19 @@ def test_no_module_lists_names_of_settings() -> None:
     assert counts == LEFT, "mark the fields (config/section.py) and ask for the marks"
 
 
+@whole
+def test_every_setting_is_read() -> None:
+    """The adapter section is handed to PEFT as a whole, and losses are called with arguments of
+    these names."""
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    read |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    others = [name for name in effects.effects() if not name.startswith("adapter.")]
+    unread = {name for name in others if name.rpartition(".")[2] not in read}
+    assert unread == {"workers.num_gpus"}, "take out settings that nothing reads"
+
+
 @pytest.mark.parametrize(
     "code",
     [
