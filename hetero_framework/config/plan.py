@@ -36,9 +36,6 @@ class PlanEntry(Section):
     """Frozen layers of this stage that stay in host memory and visit the device in the order of
     their use. Two of them have a place there at any time, so 4 is the least that saves memory.
     "auto": as few as it takes to fit the device's free memory."""
-    offload_from: Literal["memory", "file"] = "memory"
-    """Where the layers of offload stay. "file": they are read from the checkpoint's files at each
-    visit, for a machine with little memory and a fast disk. Weights must be used as stored."""
     offload_optimizer: bool | None = None
     """Replaces training.offload_optimizer for this stage. null: as training says."""
 

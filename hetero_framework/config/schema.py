@@ -1437,11 +1437,6 @@ class Config(WholeFile):
                     f"shard_plan[{k}].offload {entry.offload} saves no memory, since two of its"
                     " layers have a place on the device; 4 is the least that does"
                 )
-            if entry.offload_from == "file" and not entry.offload:
-                warnings.append(
-                    f'shard_plan[{k}].offload_from "file" has no effect without offload: say there'
-                    ' how many layers are read from the files, or "auto"'
-                )
         stages, m = len(self.shard_plan), self.training.gradient_accumulation_steps
         if m < stages:
             warnings.append(

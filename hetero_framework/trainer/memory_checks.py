@@ -95,10 +95,7 @@ def check_memory(
             needs = "; ".join(f"stage {m.index} keeps {size(m.host)} there" for m in here)
             lack = f"{size(free)} of host memory free, {_mib(short)} too little"
             problems.append(f"{_have(owners)} {lack}: {needs}")
-            for m in (m for m in here if m.offload and not m.in_files):
-                ways.append(f"a smaller shard_plan[{m.index}].offload")
-                if config.quantization(m.stage.owner) is None:
-                    ways.append(f'shard_plan[{m.index}].offload_from "file", as fast as the disk')
+            ways += [f"a smaller shard_plan[{m.index}].offload" for m in here if m.offload]
             stored = any(m.host_inputs and m.in_flight > 1 for m in here)
             ways += ["a smaller training.max_in_flight"] * stored
             ways += ["no offload_optimizer"] * any(m.host_states for m in here)

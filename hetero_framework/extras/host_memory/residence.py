@@ -21,7 +21,6 @@ from hetero_framework.extras.host_memory.optimizer_states import OptimizerStates
 from hetero_framework.extras.host_memory.stored_inputs import StoredInputs
 from hetero_framework.extras.host_memory.streamed_layers import (
     HostLayer,
-    Stored,
     StreamedLayers,
     load_streamed,
 )
@@ -53,8 +52,7 @@ def reside(
         assert config.model is not None
         model = load_model_config(config.model, config.base_dir)
         admit_streaming(model)
-        stored = Stored(config, model) if entry.offload_from == "file" else None
-        shard, layers = load_streamed(load, rng, kept, device, entry.offload, stored)
+        shard, layers = load_streamed(load, rng, kept, device, entry.offload)
     else:
         shard = load(rng, kept)
     states = OptimizerStates(device) if config.offloads_optimizer(spec.index) else None

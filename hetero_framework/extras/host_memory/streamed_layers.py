@@ -16,11 +16,8 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
-from hetero_framework.config import Config
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.core.spans import AWAITED, WEIGHTS
@@ -28,12 +25,10 @@ from hetero_framework.engine.boundary_io import Sender
 from hetero_framework.errors import ConfigError, HeteroError
 from hetero_framework.extras.host_memory.visitors import Visitors, in_pieces
 from hetero_framework.models.adapters.trainable import trainable_parameters
-from hetero_framework.models.cut.introspect import BlockForm, introspect
-from hetero_framework.models.cut.language import meta_model
+from hetero_framework.models.cut.introspect import BlockForm
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.reuse import ReusableModules
 from hetero_framework.models.cut.shard import Shard
-from hetero_framework.models.files.weights import Checkpoint, renaming
 from hetero_framework.models.sizing.streaming import (
     SLOTS,
     layers_in_turn,
@@ -41,13 +36,11 @@ from hetero_framework.models.sizing.streaming import (
     slot_sizes,
     spread,
 )
-from hetero_framework.repository import resolve_model_path
 from hetero_framework.units import plural, size
 
 _ALIGNED_BYTES = 512  # as by torch's allocators
 _BUFFER_BYTES = 16 << 20
 _LONGEST_S = 600.0
-_HINT = 'take "offload_from": "file" out of shard_plan'
 _log = logging.getLogger(__name__)
 
 Ends = tuple[DeviceEvent, DeviceEvent]
@@ -60,11 +53,9 @@ def load_streamed(
     kept: ReusableModules,
     device: Device,
     count: int,
-    stored: Stored | None = None,
 ) -> tuple[Shard, StreamedLayers]:
-    """Load a shard with `count` of its layers in host memory, or with `stored` in files. The device
-    never holds more than the part that stays there and a few layers. Raises ConfigError for layers
-    that are trained, or that the files hold otherwise than they are used."""
+    """Load a shard with `count` of its layers in host memory. The device never holds more than the
+    part that stays there and a few layers. Raises ConfigError for layers that are trained."""
     chosen = spread(count, rng.start, rng.end)
     blocks, read, trained = dict(kept.blocks), dict(kept.fingerprint), dict[str, Tensor]()
     hosts: dict[int, HostLayer] = {}
@@ -85,7 +76,7 @@ def load_streamed(
             )
         for k in here:
             if k in chosen:
-                hosts[k] = HostLayer(device, modules.blocks[k], k, stored)
+                hosts[k] = HostLayer(device, modules.blocks[k])
         blocks |= modules.blocks
         read |= modules.fingerprint
         del shard, modules
@@ -100,58 +91,10 @@ def load_streamed(
     return shard, layers
 
 
-class Stored:
-    """The tensors of a configuration's checkpoint, as memory-mapped files, for layers that are read
-    from there at each visit. The process holds none of them; the system caches as many as it has
-    room for."""
-
-    def __init__(self, config: Config, model: PretrainedConfig) -> None:
-        """Raises ConfigError for a model without files."""
-        asked = config.model
-        if asked is None or asked.name_or_path is None:
-            raise ConfigError("a model without a checkpoint has no files to read", hint=_HINT)
-        source = resolve_model_path(str(asked.name_or_path), config.base_dir)
-        self._checkpoint = Checkpoint(source, asked.revision)
-        whole = meta_model(model)
-        rename = renaming(whole, dict.fromkeys(whole.state_dict(), True))
-        self._keys = {rename(key): key for key in self._checkpoint.files}
-        self._blocks = introspect(model).blocks
-
-    def parts_of(
-        self, block: nn.Module, index: int, places: Sequence[tuple[Any, str, Tensor, int]]
-    ) -> list[tuple[int, Tensor]]:
-        """The offset and the bytes of each frozen tensor of `block`, the model's `index`th. Raises
-        ConfigError for a tensor that the files lack, or have with other values or another type."""
-        names = {id(parameter): name for name, parameter in block.named_parameters()}
-        parts = []
-        for holder, attribute, tensor, offset in places:
-            name = f"{self._blocks}.{index}.{names.get(id(holder), attribute)}"
-            stored, used = self._tensor(name), tensor.cpu()
-            if stored is None or stored.dtype != used.dtype or not torch.equal(stored, used):
-                raise ConfigError(
-                    f"{name} is not used as the files of {self._checkpoint.source!r} have it, so"
-                    " that it cannot be read from them at each visit",
-                    hint=f"{_HINT}, or model.dtype and quantization, which change it",
-                )
-            parts.append((offset, stored.view(torch.uint8).view(-1)))
-        return parts
-
-    def _tensor(self, name: str) -> Tensor | None:
-        if (key := self._keys.get(name)) is None:
-            return None
-        path = self._checkpoint.checked(self._checkpoint.files[key])
-        with safe_open(path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(key)
-        return tensor
-
-
 class HostLayer:
-    """The frozen tensors of `block`, the model's `index`th, in host memory or in files. `place_in`
-    makes them views of a slot. Raises ConfigError where a file has another tensor."""
+    """The frozen tensors of `block` in host memory. `place_in` makes them views of a slot."""
 
-    def __init__(
-        self, device: Device, block: nn.Module, index: int = 0, stored: Stored | None = None
-    ) -> None:
+    def __init__(self, device: Device, block: nn.Module) -> None:
         self._places: list[tuple[Any, str, Tensor, int]] = []
         self.nbytes, offsets = 0, dict[int, int]()
         for holder, name, tensor in _frozen_tensors(block):
@@ -159,16 +102,12 @@ class HostLayer:
                 offsets[tensor.data_ptr()] = self.nbytes
                 self.nbytes += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
             self._places.append((holder, name, tensor, offsets[tensor.data_ptr()]))
-        self.is_in_files, self.plain_bytes = stored is not None, self.nbytes
-        if stored is not None:
-            self._parts = stored.parts_of(block, index, self._places)
-        else:
-            staged = torch.empty(self.nbytes, dtype=torch.uint8, device=device.torch_device)
-            for _, _, tensor, offset in self._places:
-                _view(staged, offset, tensor).copy_(tensor)
-            self._parts, self.plain_bytes = in_pieces(device, self.nbytes)
-            for part, piece in self.copies_to(staged):
-                piece.copy_(part)
+        staged = torch.empty(self.nbytes, dtype=torch.uint8, device=device.torch_device)
+        for _, _, tensor, offset in self._places:
+            _view(staged, offset, tensor).copy_(tensor)
+        self._parts, self.plain_bytes = in_pieces(device, self.nbytes)
+        for part, piece in self.copies_to(staged):
+            piece.copy_(part)
         for k, (holder, name, tensor, offset) in enumerate(self._places):
             self._places[k] = (holder, name, torch.empty_like(tensor, device="meta"), offset)
             setattr(holder, name, torch.empty(0, dtype=tensor.dtype, device=device.torch_device))
@@ -240,15 +179,13 @@ class StreamedLayers(Visitors):
 
     def tell(self) -> None:
         """Log how much memory the layers take, and what to do where copies are slow."""
-        in_files = any(layer.is_in_files for layer in self._layers)
         _log.info(
-            "%s in %s: %s; %s of the device to visit",
+            "%s in host memory: %s; %s of the device to visit",
             plural(len(self._layers), "layer"),
-            "files" if in_files else "host memory",
             size(sum(layer.nbytes for layer in self._layers)),
             size(sum(map(len, self._slots))),
         )
-        if self._feeder is not None and not in_files:
+        if self._feeder is not None:
             _log.warning(
                 "%s of it are not pinned, for the system gives no more: their copies are slower."
                 " Raise the limit of locked memory (ulimit -l; docker run --ulimit memlock=-1;"
@@ -349,8 +286,8 @@ def ends_of(delivery: Future[Ends]) -> Ends:
         return delivery.result(_LONGEST_S)
     except TimeoutError:
         raise HeteroError(
-            f"a layer could not be read from host memory or its file within {_LONGEST_S:.0f} s",
-            hint="look at the disk that holds the model",
+            f"a layer could not be copied from host memory within {_LONGEST_S:.0f} s",
+            hint="the machine's memory is swapped out, or its device hangs",
         ) from None
 
 
@@ -365,8 +302,8 @@ class Feeder:
     """Copies memory that is not pinned to the device, in a thread that begins with the first copy.
 
     A copy from such memory blocks the thread that asks for it until the device has come to the
-    copy. So another thread reads the bytes, from memory or a file, into two pinned buffers in turn,
-    and queues the buffers' copies to the device.
+    copy. So another thread reads the bytes into two pinned buffers in turn, and queues the buffers'
+    copies to the device.
     """
 
     def __init__(self, device: Device) -> None:

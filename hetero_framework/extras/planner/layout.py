@@ -98,12 +98,10 @@ class _Costs:
         self._frozen = of_layers(device.layer_frozen_bytes)
         self._is_even = min(self._frozen) == max(self._frozen)
         rate, self.host_bytes = device.host_to_device_bytes_per_s, device.host_bytes
-        self.in_files = device.offload_from == "file"
         self.states_bytes = sums(device.layer_host_bytes)
         ends = device.embedding_host_bytes + device.head_host_bytes
         self.host_states_bytes = self.states_bytes[-1] + ends
-        has_room = self.in_files or self.host_bytes > 0
-        self.streams = rate > 0 and has_room and max(self._frozen) > 0
+        self.streams = rate > 0 and self.host_bytes > 0 and max(self._frozen) > 0
 
     def streamed_bytes(self, start: int, end: int, count: int) -> tuple[float, float]:
         """(bytes that visit, bytes that are saved on the device) with `count` streamed layers of a
@@ -119,8 +117,7 @@ class _Costs:
         even = range(LEAST_STREAMED, end - start + 1 if self.streams else 0, 2)
         sizes = partial(self.streamed_bytes, start, end)
         least = bisect_left(even, needed * (1 - _EXACTLY), key=lambda count: sizes(count)[1])
-        most = math.inf if self.in_files else self.host_bytes
-        fits = least < len(even) and sizes(even[least])[0] <= most
+        fits = least < len(even) and sizes(even[least])[0] <= self.host_bytes
         return even[least] if fits else None
 
 
@@ -361,8 +358,7 @@ class Fleet:
             if part.offload:
                 if not costs.streams:
                     return part.device, math.inf
-                visiting = costs.streamed_bytes(part.start, part.end, part.offload)[0]
-                needed += 0.0 if costs.in_files and visiting < math.inf else visiting
+                needed += costs.streamed_bytes(part.start, part.end, part.offload)[0]
             used[name] = used.get(name, 0.0) + needed
             if used[name] > costs.host_bytes:
                 return part.device, used[name] - costs.host_bytes

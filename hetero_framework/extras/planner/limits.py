@@ -40,7 +40,6 @@ def _use(plan: Evaluated, d: int, busy: float) -> DeviceUse:
     free = costs.memory_bytes + costs.device.reserved_bytes - needed
     parts = tuple(part for part in layout if part.device == d)
     streamed = [part for part in parts if part.offload]
-    away = [] if costs.in_files else streamed
     work_s, before_s = (sum(sum(fleet.seconds(p)) for p in x) for x in (parts, resident(parts)))
     fetches = sum(2 * fleet.fetch_s(part) for part in streamed) > _NEARLY * work_s
     limit = "streaming" if fetches else "compute"
@@ -58,7 +57,7 @@ def _use(plan: Evaluated, d: int, busy: float) -> DeviceUse:
         layers=sum(part.end - part.start for part in parts),
         free_bytes=int(free),
         streamed=sum(part.offload for part in parts),
-        host_bytes=int(sum(costs.streamed_bytes(p.start, p.end, p.offload)[0] for p in away)),
+        host_bytes=int(sum(costs.streamed_bytes(p.start, p.end, p.offload)[0] for p in streamed)),
         streaming_s=fleet.micro_batches * (work_s - before_s),
         stored_bytes=int(sum(stored)),
     )

@@ -39,7 +39,7 @@ from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.extras.planner.host_link import HostLink, measured_link
-from hetero_framework.extras.planner.profile import bytes_of_parts, from_files
+from hetero_framework.extras.planner.profile import bytes_of_parts
 from hetero_framework.models.adapters.trainable import export_parts
 from hetero_framework.models.cut.family import family_of
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
@@ -342,7 +342,7 @@ def profile_of(
         for id, cost in costs.items()
     ]
     local = costs["local"]
-    profile = FleetProfile.from_dict(
+    return FleetProfile.from_dict(
         {
             "version": 1,
             "layers": len(local.kinds),
@@ -356,8 +356,6 @@ def profile_of(
         },
         name="what was found",
     )
-    entries = config.shard_plan if config.is_planned else ()
-    return from_files(profile, [entry.model_dump() for entry in entries])
 
 
 def _wire_bytes(cost: ModelCost, codec: str) -> int:

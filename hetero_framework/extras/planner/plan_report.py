@@ -19,7 +19,6 @@ from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
 from hetero_framework.extras.planner.planning import ALLOWED, compared
 from hetero_framework.extras.planner.result import save_plan
-from hetero_framework.models.sizing.streaming import FILE_RATE
 from hetero_framework.security.access import Access
 from hetero_framework.tables import Part, lines, table
 from hetero_framework.units import count, plural, seconds, share, size
@@ -224,11 +223,9 @@ def _streamed_text(device: Mapping[str, Any], step_s: float) -> str:
     """A line on the cost of streaming, compared with holding all layers on the device."""
     bound = "copying" if device["limit"] == "streaming" else "computing"
     held = f"{device['streamed']} of {plural(device['layers'], 'layer')}"
-    files = f"read from files, at {FILE_RATE / 1e9:g} GB/s at most (assumed)"
-    where = size(device["host_bytes"]) if device["host_bytes"] else files
     hidden = " (hidden)" if device["streaming_s"] < _HIDDEN * step_s else ""
     return (
-        f"{process_name(device['id'])}: {held}, {where}; its work of a step is"
+        f"{process_name(device['id'])}: {held}, {size(device['host_bytes'])}; its work of a step is"
         f" {seconds(device['streaming_s'])} longer than with all of them on the device{hidden}, and"
         f" {bound} bounds it"
     )

@@ -26,7 +26,7 @@ from hetero_framework.extras.planner.layout import (
 )
 from hetero_framework.extras.planner.layout_search import Search
 from hetero_framework.extras.planner.limits import device_uses, limits_of, nothing_fits
-from hetero_framework.extras.planner.profile import FleetProfile, from_files, ids_text
+from hetero_framework.extras.planner.profile import FleetProfile, ids_text
 from hetero_framework.extras.planner.result import Alone, Result
 from hetero_framework.units import size
 
@@ -143,7 +143,7 @@ def evaluate(
     margins = margins or {}
     if problems := list(_option_problems(profile, {}, (), margins, ())):
         raise UserError(_listed(problems))
-    fleet = Fleet(from_files(profile, shard_plan), margins=margins)
+    fleet = Fleet(profile, margins=margins)
     layout = _layout(fleet, shard_plan, gradient_checkpointing or {})
     step = evaluated(fleet, layout, max_in_flight=max_in_flight)
     if step is None:
@@ -193,7 +193,7 @@ def _result(rules: Rules, best: Evaluated, changes: Mapping[str, Any]) -> Result
         host_rates={
             str(device.id): device.host_to_device_bytes_per_s
             for device in fleet.profile.devices
-            if device.host_bytes and device.offload_from == "memory"
+            if device.host_bytes
         },
     )
 
@@ -219,8 +219,6 @@ def _entries(fleet: Fleet, layout: Layout) -> tuple[dict[str, Any], ...]:
             entry["links"] = "direct" if part.direct else "relay"
         if part.offload:
             entry["offload"] = part.offload
-            if fleet.costs[part.device].in_files:
-                entry["offload_from"] = "file"
         entries.append(entry)
     return tuple(entries)
 

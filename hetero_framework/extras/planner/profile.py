@@ -7,7 +7,7 @@ Everything is per micro-batch, in seconds and bytes. Fields that are left out ar
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,7 +18,6 @@ from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.config.section import WholeFile, WorkerId, with_unit
 from hetero_framework.config.strict_json import read_object
 from hetero_framework.errors import ConfigError
-from hetero_framework.models.sizing.streaming import FILE_RATE
 
 if TYPE_CHECKING:
     from hetero_framework.models.sizing.memory import StageMemory
@@ -103,10 +102,8 @@ class DeviceProfile(Section):
     layer_input_bytes: BytesOfLayers = _NONE
     """A layer's stored input. Where activations are computed again, it is in the machine's memory
     until the layer's backward; 0: it stays on the device."""
-    offload_from: Literal["memory", "file"] = "memory"
-    """"file": layers that visit are read from files, and take none of the machine's memory."""
     host_to_device_bytes_per_s: Rate = 0.0
-    """Rate of copies from pinned memory of the machine, or of reading the files."""
+    """Rate of copies from pinned memory of the machine."""
     device_to_host_bytes_per_s: Rate = 0.0
     """Rate of copies to the machine's memory."""
     both_ways: Annotated[float, with_unit("times as long", ge=1, le=1e3)] = 1.0
@@ -193,24 +190,6 @@ def bytes_of_parts(memory: Sequence[StageMemory], *, one_memory: bool = False) -
         "head_host_bytes": head.host_states,
         "layer_input_bytes": [part.input_bytes for part in layers],
     }
-
-
-def from_files(profile: FleetProfile, entries: Iterable[Mapping[str, Any]]) -> FleetProfile:
-    """The profile with layers from files where the entries of a plan say so."""
-    files = {entry.get("id") for entry in entries if entry.get("offload_from") == "file"}
-    devices = (
-        one.model_copy(update=source_of("file", one.host_to_device_bytes_per_s))
-        if one.id in files
-        else one
-        for one in profile.devices
-    )
-    return profile.model_copy(update={"devices": tuple(devices)}) if files else profile
-
-
-def source_of(offload_from: str, rate: float) -> dict[str, Any]:
-    """Fields of a `DeviceProfile`: the source of streamed layers; `rate` is the memory's rate."""
-    rate = min(rate, FILE_RATE) if offload_from == "file" else rate
-    return {"offload_from": offload_from, "host_to_device_bytes_per_s": rate}
 
 
 def load_profile(path: str | Path) -> FleetProfile:

@@ -28,7 +28,7 @@ from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.extras.planner.layout import Fleet, Layout, Part
 from hetero_framework.extras.planner.measured_fleet import LayerWork, Observed, PartBytes, median
 from hetero_framework.extras.planner.planning import CHUNKS
-from hetero_framework.extras.planner.profile import bytes_of_parts, source_of
+from hetero_framework.extras.planner.profile import bytes_of_parts
 from hetero_framework.extras.planner.result import host_rates
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model
@@ -121,15 +121,9 @@ class Replanning(Plans):
         return {entry.id for entry in self._prepared.resolved.given.shard_plan if entry.offload}
 
     @cached_property
-    def _sources(self) -> dict[WorkerId, dict[str, Any]]:
-        """The source of each process's streamed layers in the user's plan, and its rate: measured
-        for that plan, or assumed."""
-        given = self._prepared.resolved.given
-        known = host_rates(given)
-        return {
-            entry.id: source_of(entry.offload_from, known.get(str(entry.id), _ASSUMED_RATE))
-            for entry in given.shard_plan
-        }
+    def _known_rates(self) -> dict[str, float]:
+        """Measured rates of copies from host memory, by process of the user's plan."""
+        return host_rates(self._prepared.resolved.given)
 
     @cached_property
     def _part_bytes(self) -> dict[WorkerId, PartBytes]:
@@ -174,7 +168,8 @@ class Replanning(Plans):
             name = machine_of(config, config.machine(owner))
             parts = {**parts, "host_bytes": free_there, "machine": name}
             if streams:
-                parts |= self._sources[owner]
+                rate = self._known_rates.get(str(owner), _ASSUMED_RATE)
+                parts["host_to_device_bytes_per_s"] = rate
         kind = config.quantization(owner)
         others = {s.index for s in config.plan.stages if config.quantization(s.owner) != kind}
         if not others:
@@ -204,13 +199,11 @@ class Replanning(Plans):
         decides on direct links. A process that may stream layers streams as few as it has to."""
         given = {entry.id: entry for entry in self._prepared.resolved.given.shard_plan}
         kept = ("gradient_checkpointing", "offload_optimizer")
-        files = {entry.id for entry in given.values() if entry.offload_from == "file"}
         return [
             {
                 **{name: entry[name] for name in ("id", "start", "end")},
                 **{name: getattr(given.get(entry["id"]), name, None) for name in kept},
                 "offload": "auto" if entry["id"] in self._streaming else 0,
-                "offload_from": "file" if entry["id"] in files else "memory",
             }
             for entry in entries
         ]

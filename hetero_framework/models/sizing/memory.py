@@ -96,11 +96,10 @@ class StageMemory:
     as torch's AdamW on CUDA and XPU (the roots of all second moments). `device` is the owner's.
 
     Sizes are bytes on the device. `frozen` are the frozen bytes of each layer. `offload` layers
-    stream their frozen bytes from host memory, or from files with `in_files`. Host memory also has
-    the optimizer's `host_states`, and `host_inputs` of each micro-batch. `visiting` are the states
-    on the device while the optimizer steps, `input_bytes` the bytes of one layer's stored input
-    that may leave the device. `resident` is the stage with all states and inputs on its device, if
-    some of them are not.
+    stream their frozen bytes from host memory, which also has the optimizer's `host_states`, and
+    `host_inputs` of each micro-batch. `visiting` are the states on the device while the optimizer
+    steps, `input_bytes` the bytes of one layer's stored input that may leave the device. `resident`
+    is the stage with all states and inputs on its device, if some of them are not.
     """
 
     stage: StageSpec
@@ -118,7 +117,6 @@ class StageMemory:
     trained: int = 0
     frozen: tuple[int, ...] = ()
     offload: int = 0
-    in_files: bool = False
     host_states: int = 0
     host_inputs: int = 0
     input_bytes: int = 0
@@ -163,8 +161,7 @@ class StageMemory:
     def host(self) -> int:
         """Bytes in host memory, beside those on the device."""
         inputs = self.in_flight * self.host_inputs
-        streamed = 0 if self.in_files else sum(self._streamed(self.offload))
-        return streamed + self.host_states + inputs
+        return sum(self._streamed(self.offload)) + self.host_states + inputs
 
     @property
     def index(self) -> int:
@@ -590,9 +587,8 @@ def _partly_away(
                 working=memory.working + VISITING_INPUTS * each,
                 host_inputs=inputs * size_class(each),
             )
-    entry = config.shard_plan[spec.index]
-    memory = replace(memory, in_files=entry.offload_from == "file")
-    return memory.offloading(entry.offload if isinstance(entry.offload, int) else 0)
+    offload = config.shard_plan[spec.index].offload
+    return memory.offloading(offload if isinstance(offload, int) else 0)
 
 
 def keeps_states(optim: str) -> bool:

@@ -9,8 +9,8 @@ SLOTS = 2
 STATES_GROUP_BYTES = 128 << 20
 """The most bytes of states of a group with more than one parameter."""
 STATES_OF_NUMBER = 8  # bytes of states per number, as Adam has them
-BUS_RATE, FILE_RATE = 25e9, 3e9
-"""Bytes a second over PCIe 4, and of a disk (NVMe), assumed where nothing was measured."""
+BUS_RATE = 25e9
+"""Bytes a second over PCIe 4, assumed where nothing was measured."""
 VISITING_INPUTS = 3
 """Stored inputs of layers that are on the device, in use or on their way."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections import Counter
@@ -185,29 +184,6 @@ def test_a_checkpoint_streams_and_its_resident_layers_are_reused(stored: Made) -
     again = load_stages(config, config.plan.stages, Device(), pool)
     assert same(train(again), right)
     assert again[0].fingerprint == load(stored())[0].fingerprint
-
-
-def test_layers_that_are_read_from_their_files_have_the_same_bits(
-    stored: Made, caplog: pytest.LogCaptureFixture
-) -> None:
-    stages = load(stored(offload=6, offload_from="file"))
-    assert all(layer.is_in_files for layer in layers_of(stages[0])._layers)
-    assert same(train(stages), train(load(stored())))
-    # They come by way of the feeder, on a device. Nothing is slower for want of pinned memory.
-    layers = layers_of(stages[0])
-    assert layers._plain_bytes == sum(layer.nbytes for layer in layers._layers)
-    layers._feeder = Feeder(Device())
-    with caplog.at_level(logging.INFO):
-        layers.tell()
-    assert [record.levelname for record in caplog.records] == ["INFO"]
-
-
-def test_weights_that_are_not_used_as_stored_are_refused(stored: Made) -> None:
-    entry = {"offload": 6, "offload_from": "file"}
-    with pytest.raises(ConfigError, match=r"layers\.0\..* is not used as the files"):
-        load(stored({"dtype": "bfloat16"}, **entry))
-    with pytest.raises(ConfigError, match="a model without a checkpoint has no files"):
-        load(configuration(({"end": LAYERS, **entry},), adapter=LORA))
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])

@@ -328,12 +328,10 @@ def test_states_are_in_host_memory_only_where_it_is_another(estimated: Estimated
     assert with_host.embedding_host_bytes > 0 < with_host.head_host_bytes
 
 
-def test_stored_inputs_and_files_count_only_where_host_memory_is_another(estimated) -> None:
+def test_stored_inputs_count_only_where_host_memory_is_another(estimated) -> None:
     devices = ["--device", "local=RTX 3090", "--device", "1=Apple M2 Max 64GB"]
     words = ["--model", "./model", *devices, "--adapter", "lora", "--save-profile", "fleet.json"]
-    changes = ["training.activation_offloading=true", 'shard_plan[0].offload_from="file"']
-    estimated(*words, *(word for one in changes for word in ("--set", one)))
+    estimated(*words, "--set", "training.activation_offloading=true")
     card, mac = load_profile("fleet.json").devices
     assert (card.layer_input_bytes, mac.layer_input_bytes) == ((2 * 1024 * 512,) * 8, (0,) * 8)
-    assert (card.offload_from, card.host_to_device_bytes_per_s) == ("file", 3e9)
-    assert (mac.offload_from, mac.host_to_device_bytes_per_s) == ("memory", 0)
+    assert card.host_to_device_bytes_per_s > 0 == mac.host_to_device_bytes_per_s

@@ -209,12 +209,6 @@ def test_slots_are_as_large_as_the_largest_layer_in_them() -> None:
     assert fleet.costs[0].fewest_streamed(0, 12, 6 * GB) == 12
 
 
-def test_layers_in_files_take_no_host_memory() -> None:
-    fleet = Fleet(fleet_of(card("local", host_bytes=0, offload_from="file"), layers=12))
-    assert fleet.short_host((Part(0, 0, 12, offload=12),)) is None
-    assert fleet.costs[0].fewest_streamed(0, 12, 8 * GB) == 10
-
-
 def storing(name: int | str, **changes: Any) -> dict[str, Any]:
     """A card of which host memory has the 10 MB that a recomputed layer stores; they come back in
     1 ms, and leave in 2."""

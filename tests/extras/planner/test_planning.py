@@ -7,7 +7,6 @@ from hypothesis import assume, given, settings
 
 from hetero_framework.errors import PlanError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
-from hetero_framework.extras.planner.plan_report import described, text
 from hetero_framework.extras.planner.planning import ALLOWED, compared
 from tests.extras.planner.fleets import GB, card, device, fleet_of, profiles_of_fleets
 from tests.samples import plan_of
@@ -254,13 +253,6 @@ def test_streamed_layers_of_a_given_plan_are_predicted_and_refused() -> None:
     short = fleet_of(card("local", host_bytes=6 * GB), device(1), layers=24)
     with pytest.raises(PlanError, match=r"1\.86 GiB of host memory are missing"):
         evaluate(short, [{**entries[0], "offload": 8}, entries[1]])
-    in_files = [{**entries[0], "offload": 8, "offload_from": "file"}, entries[1]]
-    found = evaluate(short, in_files)
-    assert found.predicted_step_s == pytest.approx(8 * 2 * 6 / 3, rel=0.05)  # GB at 3 GB/s
-    assert [entry.get("offload_from") for entry in found.shard_plan] == ["file", None]
-    assert (found.devices[0].streamed, found.devices[0].host_bytes) == (8, 0)
-    (line,) = (one for one in text(described(found)).splitlines() if "8 of 12 layers" in one)
-    assert "read from files, at 3 GB/s at most (assumed)" in line
 
 
 @PLANS

@@ -52,7 +52,7 @@ def test_the_pipeline_is_the_simulated_one(result: Result) -> None:
 def test_measured_rates_of_host_memory_are_saved_with_a_plan(tmp_path: Path) -> None:
     made = config(tmp_path)
     assert host_rates(made) == {}
-    save_plan(made, evaluate(fleet_of(card("local"), card(1, offload_from="file")), PLAN))
+    save_plan(made, evaluate(fleet_of(card("local"), card(1, host_bytes=0)), PLAN))
     assert host_rates(made) == {"local": 2000 * GB}
     (made.output_dir / PLAN_FILE).write_text("[]")
     assert host_rates(made) == {}

@@ -134,8 +134,6 @@ def test_a_machines_processes_share_its_host_memory() -> None:
     assert " of host memory free, 3 MiB too little: stage 0 keeps " in refused.message
     assert "a smaller shard_plan[0].offload; or " in str(refused)
     assert "a smaller shard_plan[1].offload; or " in str(refused)
-    assert 'or shard_plan[0].offload_from "file", as fast as the disk' in str(refused)
-    assert replace(memory[0], in_files=True).host == 0
     # A stage on the CPU of that machine takes its share, too.
     beside = [memory[0], replace(memory[1].offloading(0), device="cpu")]
     room = memory[0].host + beside[1].total
