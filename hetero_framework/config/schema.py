@@ -325,16 +325,6 @@ REWRITING_INITS = ("pissa", "olora")
 _NEEDS_STORED = "needs stored weights (name_or_path)"
 REWRITES_QUANTISED = "it rewrites the base's weights, which quantised ones would round away"
 
-_INITS_REFUSED = {
-    "eva": "it needs data before training",
-    "corda": "it needs data before training",
-    "lora_ga": "it needs gradients of data before training",
-    "loftq": "it needs full-precision weights beside the quantised ones",
-    "mica": "its frozen matrices would have to be in every checkpoint",
-    "pissa_niter_": "its random numbers are in no file, so the adapter would fit no base that is"
-    ' loaded later; "pissa" has none',
-}
-
 
 class AdapterConfig(Section):
     """LoRA, with the names and defaults of peft.LoraConfig."""
@@ -371,8 +361,8 @@ class AdapterConfig(Section):
     """true: A Kaiming-uniform, B zero (no change at the start). "pissa" and "olora" begin with the
     largest part of each weight and take it out of the base, whenever the adapter is loaded: they
     need a base that is not quantised, and a decomposition of each weight while loading. Methods
-    that need data (EVA, CorDA, LoRA-GA) and LoftQ are not supported. Elsewhere:
-    peft_init_lora_weights."""
+    that need data (EVA, CorDA, LoRA-GA), LoftQ, and pissa_niter_N, whose random numbers are in no
+    file, are not supported. Elsewhere: peft_init_lora_weights."""
     layers_to_transform: StrictInt | tuple[int, ...] | None = None
     """Only these layers (numbers of the whole model). null: all. Elsewhere:
     peft_layers_to_transform."""
@@ -399,14 +389,6 @@ class AdapterConfig(Section):
     def _holds_expressions(cls, value: Any, info: ValidationInfo) -> Any:
         for text in expressions(str(info.field_name), value):
             expression(str(info.field_name), text)
-        return value
-
-    @field_validator("init_lora_weights", mode="before")
-    @classmethod
-    def _can_begin_so(cls, value: object) -> object:
-        for name, why in _INITS_REFUSED.items():
-            if isinstance(value, str) and value.startswith(name):
-                raise ValueError(f"{shown(value)} is not supported: {why}")
         return value
 
 
@@ -966,14 +948,6 @@ class TrainingConfig(Section):
         if value.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise ValueError(f"{shown(value)} is not one of DEBUG, INFO, WARNING, ERROR")
         return value.upper()
-
-    @field_validator("loss_chunk_tokens", mode="before")
-    @classmethod
-    def _a_chunk_has_tokens(cls, value: Any) -> Any:
-        # Else the union of types would blame the text "auto" for a number that is too small.
-        if isinstance(value, int) and not isinstance(value, bool) and value < 2:
-            raise ValueError(f'must be at least 2, "auto" or null, not {value}')
-        return value
 
     @field_validator(*_REFUSED)
     @classmethod

@@ -91,14 +91,6 @@ class IslandConfig(Section):
         split_address(value)
         return value
 
-    @field_validator("share", mode="before")
-    @classmethod
-    def _share_is_of_something(cls, value: Any) -> Any:
-        # Else the union of types would blame the text "auto" for a number that is too small.
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
-            raise ValueError(f'must be greater than 0 or "auto", not {value}')
-        return value
-
     @model_validator(mode="after")
     def _synchronisations_do_not_overlap(self) -> IslandConfig:
         between = self.sync_steps // self.fragments

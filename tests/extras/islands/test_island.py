@@ -81,7 +81,7 @@ def test_valid_settings_are_accepted(settings: dict[str, Any]) -> None:
         ({"compression": "int4"}, 'island.compression: must be "none", "bf16" or "int8"'),
         ({"outer_learning_rate": 0}, "island.outer_learning_rate: must be greater than 0.0"),
         ({"outer_momentum": 1}, "island.outer_momentum: must be less than 1.0, not 1"),
-        ({"share": 0}, 'island.share: must be greater than 0 or "auto", not 0'),
+        ({"share": 0}, 'island.share: must be "auto" or greater than 0.0, not 0'),
         ({"share": "half"}, 'island.share: must be "auto" or a number, not the text "half"'),
         ({"fragment": 2}, 'island.fragment: unknown key; did you mean "fragments"?'),
     ],

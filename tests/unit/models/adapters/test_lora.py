@@ -444,8 +444,6 @@ def test_adapter_directory_that_is_absent_or_broken_is_an_error(
 @pytest.mark.parametrize(
     ("setting", "value", "reason"),
     [
-        ("init_lora_weights", "pissa_niter_4", "its random numbers are in no file"),
-        ("init_lora_weights", "mica", "frozen matrices"),
         ("init_lora_weights", "new", 'adapter_config.json: init_lora_weights: .*"new"'),
         ("ensure_weight_tying", True, "the adapter uses ensure_weight_tying, which is not supp"),
         ("use_bdlora", {"nblocks": 2}, "the adapter uses use_bdlora"),
