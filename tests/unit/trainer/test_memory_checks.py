@@ -133,7 +133,7 @@ def test_a_machines_processes_share_its_host_memory() -> None:
     assert refused.message.startswith("the coordinator and worker 1 have ")
     assert " of host memory free, 3 MiB too little: stage 0 keeps " in refused.message
     assert "a smaller shard_plan[0].offload; or " in str(refused)
-    assert "a smaller shard_plan[1].offload; or " in str(refused)
+    assert str(refused).endswith("or a smaller shard_plan[1].offload")
     # A stage on the CPU of that machine takes its share, too.
     beside = [memory[0], replace(memory[1].offloading(0), device="cpu")]
     room = memory[0].host + beside[1].total
