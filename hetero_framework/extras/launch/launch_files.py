@@ -3,11 +3,12 @@ There each process has a machine of its own and sees no key but its own."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -100,46 +101,44 @@ def _by_id(given: Sequence[str], known: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def named_paths(config: Config) -> dict[str, dict[str, Path]]:
-    """Paths of this machine that strings of the configuration name, by section. These are paths
-    that exist, and all paths outside the configuration's folder."""
-    base, found = config.base_dir.absolute(), dict[str, dict[str, Path]]()
-    for section, content in config.to_dict().items():
-        texts, left = list[str](), [content]
-        while left:
-            match left.pop():
-                case str(text) if text and "\n" not in text and len(text) < 1024:
-                    texts.append(text)
-                case dict(parts):
-                    left += parts.values()
-                case list(parts) | tuple(parts):
-                    left += parts
-        paths = {text: Path(os.path.normpath(base / text)) for text in texts}
-        found[section] = {
-            text: path
-            for text, path in paths.items()
-            if path.exists() or not path.is_relative_to(base)
-        }
-    return found
+def named_paths(config: Config, *sections: str) -> dict[str, Path]:
+    """Paths of this machine that strings of these sections name (none given: of all sections).
+    These are paths that exist, and all paths outside the configuration's folder."""
+    base, raw = config.base_dir.absolute(), config.to_dict()
+    texts = {text for name in sections or raw for text in _texts(raw.get(name))}
+    paths = {text: Path(os.path.normpath(base / text)) for text in sorted(texts)}
+    return {text: p for text, p in paths.items() if p.exists() or not p.is_relative_to(base)}
 
 
-def _mounts(given: Namespace) -> dict[str, str]:
-    """Files outside the configuration's folder that it names, by their places in a container. A
-    file that does not exist yet is replaced by a folder above it. Raises UserError."""
-    base, mounts = Path(given.config).parent.resolve(), dict[str, str]()
-    for text, path in (item for named in given.named.values() for item in named.items()):
-        if path.exists() and path.resolve().is_relative_to(base):
+def _texts(content: Any) -> Iterator[str]:
+    """All strings within a value of the configuration that could be paths."""
+    if isinstance(content, str):
+        if content and "\n" not in content and len(content) < 1024:
+            yield content
+    elif isinstance(content, (dict, list, tuple)):
+        for part in content.values() if isinstance(content, dict) else content:
+            yield from _texts(part)
+
+
+def _mounts(config: Config, hidden: Iterable[Path]) -> dict[str, str]:
+    """Files and folders outside the configuration's folder that it names, by their places in a
+    container. Raises UserError for a path that does not exist, or that holds a `hidden` folder."""
+    base, mounts = config.base_dir.resolve(), dict[str, str]()
+    for text, path in named_paths(config).items():
+        source = path.resolve()
+        if path.exists() and source.is_relative_to(base):
             continue
         target = Path(os.path.normpath(Path("/project") / text))
         if target.is_relative_to("/project"):  # a link that leads out of the folder
-            target = path.resolve()
-        source = path
-        while not source.exists():
-            source, target = source.parent, target.parent
-        if Path("/") in (source, target) or ":" in f"{source}{target}":
-            hint = "put it beside the configuration, or name what a container can be given"
-            raise UserError(f"{text}, which the configuration names, cannot be mounted", hint=hint)
-        mounts[str(target)] = str(source.resolve())
+            target = source
+        shows = any(folder.resolve().is_relative_to(source) for folder in hidden)
+        if not path.exists() or shows or ":" in f"{source}{target}":
+            why = "it holds the keys" if shows else "it does not exist, or has a colon in its name"
+            raise UserError(
+                f"{text}, which the configuration names, cannot be mounted: {why}",
+                hint="make it first, or put it beside the configuration",
+            )
+        mounts[str(target)] = str(source)
     return mounts
 
 
@@ -148,7 +147,7 @@ def imported(given: Namespace, folder: str) -> dict[str, str]:
     return {f"{folder}/{k}.py": file for k, file in enumerate(given.imports)}
 
 
-def slurm(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
+def slurm(config: Config, given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
     """A batch script: a heterogeneous job with a component for each process. Its nodes have to see
     the files of the machine where it is written."""
     components, nodes, starts = [], [], []
@@ -161,7 +160,7 @@ def slurm(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
         log = f'--output="hetero-$SLURM_JOB_ID-{process.name}.log"'
         starts.append(f'srun --het-group={k} {log} {shlex.join(words)} "$@"')
     settings = _settings(processes, lambda process: f"$node{processes.index(process)}")
-    script = _template("slurm.sh").substitute(
+    script = template("slurm.sh").substitute(
         components="\n#SBATCH hetjob\n".join(components),
         nodes="\n".join(nodes),
         names=" ".join(f'"$node{k}"' for k in range(len(processes))),
@@ -172,14 +171,14 @@ def slurm(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
     return {"slurm.sh": script.encode(), **_keys(processes)}
 
 
-def compose(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
+def compose(config: Config, given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
     """Services on one machine. They see the configuration's folder, but not keys and launches."""
     file, output = Path(given.config), Path(given.output)
     hidden = {output, *file.parent.glob(FOLDER), *(key.parent for key in processes[0].keys)}
     inside = sorted(p.relative_to(file.parent) for p in hidden if p.is_relative_to(file.parent))
     settings = _settings(processes, lambda process: process.name)
-    imports, outside = imported(given, "/imports"), _mounts(given)
-    template, user = _template("compose.yaml"), "1000:1000"
+    imports, outside = imported(given, "/imports"), _mounts(config, hidden)
+    service_of, user = template("compose.yaml"), "1000:1000"
     if sys.platform != "win32":
         user = f"{os.getuid()}:{os.getgid()}"
     groups = sorted({str(device.stat().st_gid) for device in _DRI.glob("render*")})
@@ -187,13 +186,12 @@ def compose(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]
     for process in processes:
         kind, _, index = process.entry.device.partition(":")
         kind = kind if kind in ("cuda", "rocm") else "cpu"
-        filled = template.substitute(kind=kind, index=index or "0", user=user, groups=groups)
+        filled = service_of.substitute(kind=kind, index=index or "0", user=user, groups=groups)
         service = services[process.name] = yaml.safe_load(filled)[kind]
         service["build"]["context"] = str(_REPOSITORY)
         words = process.words(given, f"/project/{file.name}", "/keys", imports, *settings)
-        service["command"] = words + ["--keep"] * (
-            process.id != "local"
-        )  # the coordinator ends all
+        # The coordinator ends all.
+        service["command"] = words if process.id == "local" else [*words, "--keep"]
         volumes = {"/project": file.parent, "/cache": "cache", **outside, **imports}
         volumes |= {"/keys": output / "keys" / process.name} if process.keys else {}
         service["volumes"] = [f"{source}:{target}" for target, source in volumes.items()]
@@ -201,62 +199,64 @@ def compose(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]
     # Compose then stops the coordinator first, which saves while the workers are there.
     services["coordinator"]["depends_on"] = [process.name for process in processes[1:]]
     whole = {"services": services, "volumes": {"cache": {}}}
-    return {"compose.yaml": _yaml(whole).replace(b"$", b"$$"), **_keys(processes)}
+    text: str = yaml.safe_dump(whole, sort_keys=False, width=1000)
+    return {"compose.yaml": text.replace("$", "$$").encode(), **_keys(processes)}
 
 
-def sky(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
+def sky(config: Config, given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
     """A task for each machine, and a script that launches them. Workers dial the coordinator. A
     coordinator on this machine has no task: the script ends by running it."""
-    home, name, files = processes[0], Path(given.config).name, _keys(processes)
+    home, files, imports = processes[0], _keys(processes), imported(given, "imports")
     if addresses.is_loopback(home.entry.ip):
         text = f"rented machines cannot dial coordinator.ip, {home.entry.ip}"
         raise UserError(text, hint="write an address of this machine that they reach")
-    away = given.named if home.host is not None else {"model": given.named.get("model", {})}
-    written = given.written
-    lacking = [
-        text
-        for named in away.values()
-        for text, path in named.items()
-        if not path.is_relative_to(written)
-    ]
-    if lacking:
+    named = named_paths(config, *["model"] * (home.host is None))
+    if lacking := [t for t, p in named.items() if not p.is_relative_to(config.output_dir)]:
         text = f"the rented machines have no {', '.join(lacking)}, which the configuration names"
         raise UserError(text, hint="name it as the hub does, or train with --ssh or --compose")
     settings = _settings(processes, lambda p: home.entry.ip if p is home else p.name)
     settings += [f"{process.path}.port=null" for process in processes[1:]]
     settings += ["training.connect_timeout_s=3600"]  # machines are rented one after the other
-    lines = ["#!/bin/sh", "set -eu", 'cd "$(dirname "$0")"', f"address={home.entry.ip}"]
-    imports = imported(given, "imports")
+    launches, last = [], ""
     for process in processes if home.host is not None else processes[1:]:
         if process.needs is None and process.entry.device != "cpu":
             text = f"--resources {process.id}=NAME:COUNT has to say which accelerator it gets"
             raise UserError(text, hint="or set its device to cpu")
-        needs = {"accelerators": process.needs} if process.needs else {"cpus": "4+"}
-        mounts = {name: given.config, **imports}
-        for file in process.keys:
-            mounts[f"{FOLDER}/{file.name}"] = f"keys/{process.name}/{file.name}"
-        task: dict[str, Any] = {"name": f"hetero-{process.name}", "resources": needs}
-        task["file_mounts"] = {f"~/hetero/{at}": file for at, file in mounts.items()}
-        task["setup"] = f"pip install hetero-framework=={__version__}"
-        launch, address = f"sky launch -y -d -c {task['name']} {process.name}.yaml", "$ADDRESS"
+        needs: dict[str, Any] = {"accelerators": process.needs} if process.needs else {"cpus": "4+"}
+        mounts = {Path(given.config).name: given.config, **imports}
+        mounts |= {f"{FOLDER}/{f.name}": f"keys/{process.name}/{f.name}" for f in process.keys}
+        file, address = f"{process.name}.yaml", "$ADDRESS"
+        task = f"hetero-{process.name}"
+        launches.append(f'sky launch -y -d -c {task} {file} --env ADDRESS="$address"')
         if process is home:
             needs["ports"], address = given.port, "$(hostname -I | cut -d ' ' -f 1)"
-            lines += [launch, f"address=$(sky status --ip {task['name']})"]
-        else:
-            task["envs"] = {"ADDRESS": None}
-            lines.append(f'{launch} --env ADDRESS="$address"')
-        words = shlex.join(process.words(given, name, FOLDER, imports, *settings))
-        start = f'exec hetero {words} --set "coordinator.ip={address}"'
-        task["run"] = f"cd ~/hetero && chmod -R go= . && {start}"
-        files[f"{process.name}.yaml"] = _yaml(task)
+            launches.append(f"address=$(sky status --ip {task})")
+        words = process.words(given, Path(given.config).name, FOLDER, imports, *settings)
+        start = f'exec hetero {shlex.join(words)} --set "coordinator.ip={address}"'
+        filled = template("sky.yaml").substitute(
+            task=task,
+            resources=_json(needs),
+            mounts=_json({f"~/hetero/{at}": source for at, source in mounts.items()}),
+            version=__version__,
+            run=_json(f"cd ~/hetero && chmod -R go= . && {start}"),
+        )
+        files[file] = filled.encode()
     if home.host is None:
         own_keys = f"{given.output}/keys/{home.name}"
-        words = shlex.join(home.words(given, given.config, own_keys, given.imports, *settings))
-        lines.append(f"exec hetero {words}")
-    return {"sky.sh": "\n".join([*lines, ""]).encode(), **files}
+        words = home.words(given, given.config, own_keys, given.imports, *settings)
+        last = f"exec hetero {shlex.join(words)}\n"
+    filled = template("sky.sh").substitute(
+        address=home.entry.ip, launches="\n".join(launches), last=last
+    )
+    return {"sky.sh": filled.encode(), **files}
 
 
-def _template(name: str) -> Template:
+def _json(value: Any) -> str:
+    """A value as JSON, which YAML reads, too."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def template(name: str) -> Template:
     return Template(Path(__file__).with_name(f"launch_{name}").read_text(encoding="utf-8"))
 
 
@@ -273,11 +273,6 @@ def _settings(processes: Sequence[Launched], address: Callable[[Launched], str])
         values = (f"ip={address(process)}", "hostname=null", f"device={kind}")
         found += [f"{process.path}.{value}" for value in values]
     return found
-
-
-def _yaml(content: dict[str, Any]) -> bytes:
-    text: str = yaml.safe_dump(content, sort_keys=False, width=1000)
-    return text.encode()
 
 
 def write(folder: Path, files: Mapping[str, bytes], *, force: bool) -> None:

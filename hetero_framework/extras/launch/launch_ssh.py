@@ -23,10 +23,10 @@ from hetero_framework.cluster.child import describe_exit, end_processes
 from hetero_framework.cluster.stop_signals import signals_passed_to
 from hetero_framework.cluster.supervisor import print_lines
 from hetero_framework.commands.options import key_directory
-from hetero_framework.config import process_name
+from hetero_framework.config import Config, process_name
 from hetero_framework.core import timeouts
 from hetero_framework.errors import NetworkError, StoppedEarly
-from hetero_framework.extras.launch.launch_files import Launched, imported
+from hetero_framework.extras.launch.launch_files import Launched, imported, template
 from hetero_framework.log import one_line
 from hetero_framework.security.keys import FOLDER
 
@@ -71,16 +71,15 @@ def run(given: Namespace, processes: Sequence[Launched]) -> int:
     return _run({process: _start(given, process, here) for process in processes})
 
 
-def script(given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
+def script(config: Config, given: Namespace, processes: Sequence[Launched]) -> dict[str, bytes]:
     """The checks and copies of `run` as a shell script, which prints the processes' commands."""
-    lines = ["#!/bin/sh", "# Checks the machines, copies their files, and prints what to start."]
-    lines += ["set -eu"]
-    for process in (process for process in processes if process.host is not None):
-        for command, source in _preparations(given, process):
-            lines.append(f"{shlex.join(command)} < {shlex.quote(str(source))}")
-    lines += ["cat <<'END'", "Start these, in a terminal each; Ctrl-C ends one:"]
-    lines += [shlex.join(_start(given, process, ["hetero"])) for process in processes]
-    return {"ssh.sh": "\n".join([*lines, "END", ""]).encode()}
+    remote = [process for process in processes if process.host is not None]
+    steps = [step for process in remote for step in _preparations(given, process)]
+    filled = template("ssh.sh").substitute(
+        preparations="\n".join(f"{shlex.join(c)} < {shlex.quote(str(file))}" for c, file in steps),
+        commands="\n".join(shlex.join(_start(given, one, ["hetero"])) for one in processes),
+    )
+    return {"ssh.sh": filled.encode()}
 
 
 def _ssh(given: Namespace, process: Launched, command: str) -> list[str]:

@@ -170,6 +170,8 @@ def test_a_directory_of_others_is_never_replaced(
         (("--slurm", "--compose"), "give one of --ssh, --slurm"),
         (("--sky", "--set=model.name_or_path=/opt"), "the rented machines have no /opt"),
         (("--compose", "--set=data.train=/gone.jsonl"), "/gone.jsonl, which the configuration"),
+        (("--compose", "--set=training.output_dir=/tmp/gone/run"), "it does not exist"),
+        (("--compose", "--set=training.output_dir=.."), "it holds the keys"),
         (("--sky",), "--resources 1=NAME:COUNT has to say which accelerator"),
         (("--slurm", f"--set=island={ISLAND}"), "the key of an island"),
         (("--sky", "--set=coordinator.ip=127.0.0.1"), "rented machines cannot dial"),
@@ -192,7 +194,7 @@ def test_compose_mounts_what_the_configuration_names(launch: Launch, tmp_path: P
     outside.mkdir()
     (outside / "data.jsonl").touch()
     (place / "train.jsonl").symlink_to(outside / "data.jsonl")
-    settings = {"data.eval": "../outside/data.jsonl", "training.output_dir": f"{outside}/new/run"}
+    settings = {"data.eval": "../outside/data.jsonl", "training.output_dir": str(outside)}
     settings["training.sample_prompts"] = f"{outside}/data.jsonl"
     assert launch("--compose", *(f"--set={name}={value}" for name, value in settings.items())) == 0
     services = yaml.safe_load(Path("launch/compose.yaml").read_text())["services"]

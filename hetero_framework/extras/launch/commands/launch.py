@@ -87,8 +87,7 @@ def run(given: argparse.Namespace) -> int:
     given.config, given.output = map(os.path.abspath, (given.config, given.output))
     given.imports = [os.path.abspath(file) for file in given.imports]
     given.directory = given.directory or f"hetero_launch/{Path(given.config).stem}"
-    processes, given.written = launch_files.planned(config, given), config.output_dir
-    given.named = launch_files.named_paths(config)
+    processes = launch_files.planned(config, given)
     if given.how == "ssh" and given.run:
         return launch_ssh.run(given, processes)
     command = {
@@ -97,7 +96,7 @@ def run(given: argparse.Namespace) -> int:
     }.get(given.how, ["sh", f"{given.output}/{given.how}.sh"])
     command += ["--exit-code-from", "coordinator"] * (given.how == "compose")
     make = launch_ssh.script if given.how == "ssh" else getattr(launch_files, given.how)
-    launch_files.write(Path(given.output), make(given, processes), force=given.overwrite)
+    launch_files.write(Path(given.output), make(config, given, processes), force=given.overwrite)
     if given.run:
         with signals_passed_to(lambda name: None):  # the terminal's Ctrl-C reaches docker itself
             return subprocess.call(command)
