@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
@@ -25,9 +25,8 @@ from hetero_framework.config import EVALUATED, layers_text, process_name
 from hetero_framework.log import printable
 from hetero_framework.units import clock, share, size
 
-REDRAW_INTERVAL_S = 0.1
-RECENT_STEPS = 20  # speed and remaining time are means over these
-_FITS_MEMORY = 50  # least width of a terminal, in characters, for all columns of the table
+_REDRAW_INTERVAL_S = 0.1
+_RECENT_STEPS = 20  # speed and remaining time are means over these
 
 
 @dataclass
@@ -42,12 +41,15 @@ class StageRow:
     busy_s: float = field(default=0.0, init=False)
     last: Mapping[str, Any] = field(default_factory=dict, init=False)
 
-    @property
-    def layers(self) -> str:
-        return layers_text(self.start, self.end)
-
     def __str__(self) -> str:
-        return ", ".join(filter(None, (self.owner, self.layers, self.device)))
+        parts = (self.owner, layers_text(self.start, self.end), self.device)
+        return ", ".join(filter(None, parts))
+
+    def state(self, step_s: float | None) -> str:
+        """What the process did in the last step, or that it is away."""
+        busy = share(self.last.get("busy_s", 0.0) / step_s if step_s else 0.0)
+        peak = self.last.get("peak_memory")
+        return self.away or f"busy {busy:>4}" + (f"  {size(peak):>8}" if peak else "")
 
 
 class Progress:
@@ -70,16 +72,13 @@ class Progress:
         self._stages: list[StageRow] = []
         self._logging_steps, self._unit = 1, "tokens"
         self._measures: Sequence[str] = ()
-        self._total_steps = 0
-        self._step = 0
+        self._total_steps = self._step = self._num_steps = 0
         self._first: Mapping[str, Any] = {}
         self._last: Mapping[str, Any] = {}
         self._evaluations: dict[str, str] = {}  # by set
-        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
-        self._begun: deque[int] = deque(maxlen=RECENT_STEPS)  # the step before each recent one
-        self._num_steps = 0
-        self._tokens = 0.0
-        self._seconds = 0.0
+        # Of each recent step: the step before it, its seconds and its tokens.
+        self._recent: deque[tuple[int, float, float]] = deque(maxlen=_RECENT_STEPS)
+        self._tokens = self._seconds = 0.0
         self._wire_bytes = self._between = 0  # bytes within this star, and to other islands
 
     def start(
@@ -97,25 +96,22 @@ class Progress:
         with self._lock:
             self._unit, self._measures = unit, measures
             self._logging_steps = max(1, logging_steps)
-            self._total_steps = total_steps
-            self._step = resumed_step
-            self._stages = [replace(row) for row in stages]
+            self._total_steps, self._step = total_steps, resumed_step
             if resumed_step:
                 self._print(f"resumed after step {resumed_step}")
+            self.replanned(stages)
             if self._is_live:
                 self._guard(self._start_live)
-            else:
-                self._print_stages()
 
     def replanned(self, stages: Sequence[StageRow]) -> None:
         """Show these stages from now on."""
         with self._lock:
             self._stages = [replace(row) for row in stages]
-            if not self._is_live:
-                self._print_stages()
+            for index, row in enumerate([] if self._is_live else self._stages):
+                self._print(f"stage {index}: {row}")
 
     def away(self, worker: int | str, state: str | None) -> None:
-        """Show in the table the `state` of a worker that is waited for ("away 0:02:10"); None:
+        """Show at its stages the `state` of a worker that is waited for ("away 0:02:10"); None:
         the worker is back. The code that waits logs the wait."""
         with self._lock:
             rows = [row for row in self._stages if row.owner == process_name(worker)]
@@ -130,12 +126,14 @@ class Progress:
             before = self._step
             self._account(metrics)
             is_last = self._step >= self._total_steps
+            # With islands a step may count for several.
+            is_logged = self._step // self._logging_steps > before // self._logging_steps
             if self._live is not None:
-                if is_last or time.monotonic() - self._redrawn_at >= REDRAW_INTERVAL_S:
+                if is_last or time.monotonic() - self._redrawn_at >= _REDRAW_INTERVAL_S:
                     self._redrawn_at = time.monotonic()
                     self._guard(self._live.refresh)
-            elif self._num_steps == 1 or self._is_logged(before) or is_last:
-                self._print("  ".join((self._place(), *self._facts(), *self._measured())))
+            elif self._num_steps == 1 or is_logged or is_last:
+                self._print("  ".join((*self._facts(), *self._measured())))
 
     def evaluation(self, metrics: Mapping[str, Any], name: str = "") -> None:
         """Report the evaluation (step, eval_loss, eval_perplexity) of the set of this name."""
@@ -168,27 +166,16 @@ class Progress:
                 self._live = None
             if summary is None:
                 return
-            lines = self._summary_lines()
-            lines += [(label, os.fspath(value)) for label, value in summary.items()]
+            lines = [*self._summary_lines(), *((k, os.fspath(v)) for k, v in summary.items())]
             width = max(len(label) for label, _ in lines) + 2
             self._print("\n".join(["", *(f"{label:<{width}}{text}" for label, text in lines)]))
-
-    def _print_stages(self) -> None:
-        for index, row in enumerate(self._stages):
-            self._print(f"stage {index}: {row}")
-
-    def _is_logged(self, before: int) -> bool:
-        """Whether a line is due after this step. With islands a step may count for several."""
-        return self._step // self._logging_steps > before // self._logging_steps
 
     def _account(self, metrics: Mapping[str, Any]) -> None:
         before, self._step = self._step, metrics["step"]
         self._num_steps += 1
-        self._last = metrics
-        self._first = self._first or metrics
+        self._first, self._last = self._first or metrics, metrics
         seconds, tokens = metrics.get("step_seconds", 0.0), metrics.get("tokens", 0)
-        self._recent.append((seconds, tokens))
-        self._begun.append(before)
+        self._recent.append((before, seconds, tokens))
         self._seconds += seconds
         self._tokens += tokens
         island = metrics.get("island", {})
@@ -199,32 +186,28 @@ class Progress:
             row.busy_s += stage.get("busy_s", 0.0)
             row.last = stage
 
-    def _place(self) -> str:
-        return f"step {self._step}/{self._total_steps}"
-
-    def _facts(self) -> list[str]:
-        """The numbers of the last step, the most important first."""
-        last, facts = self._last, []
+    def _facts(self) -> Iterator[str]:
+        """The step and its numbers, the most important first."""
+        last = self._last
+        yield f"step {self._step}/{self._total_steps}"
         if "loss" in last:
-            facts.append(f"loss {_number(last['loss'])}")
+            yield f"loss {_number(last['loss'])}"
         if "skipped" in last:
-            facts.append(f"skipped ({last['skipped']})")
+            yield f"skipped ({last['skipped']})"
         if self._recent:
-            seconds, tokens = map(sum, zip(*self._recent, strict=True))
-            if seconds and tokens:
-                facts.append(f"{tokens / seconds:,.0f} {self._unit}/s")
+            begun, seconds, tokens = zip(*self._recent, strict=True)
+            if sum(seconds) and sum(tokens):
+                yield f"{sum(tokens) / sum(seconds):,.0f} {self._unit}/s"
             left = max(0, self._total_steps - self._step)
-            done = max(1, self._step - self._begun[0])
-            facts.append(f"ETA {clock(left * seconds / done)}")
+            yield f"ETA {clock(left * sum(seconds) / max(1, self._step - begun[0]))}"
         if "grad_norm" in last:
-            facts.append(f"grad_norm {_number(last['grad_norm'])}")
+            yield f"grad_norm {_number(last['grad_norm'])}"
         if last.get("learning_rate") is not None:
-            facts.append(f"lr {last['learning_rate']:.3g}")
+            yield f"lr {last['learning_rate']:.3g}"
         if last.get("step_seconds"):
-            facts.append(f"{last['step_seconds']:.3g} s/step")
+            yield f"{last['step_seconds']:.3g} s/step"
         if "island" in last:
-            facts.append(f"islands {', '.join(last['island']['members'])}")
-        return facts
+            yield f"islands {', '.join(last['island']['members'])}"
 
     def _measured(self) -> list[str]:
         found = ((name, self._last.get(name)) for name in self._measures)
@@ -241,56 +224,19 @@ class Progress:
         self._live.start(refresh=True)
 
     def _render(self) -> Group:
-        width = self._console.width
-        head = Text(self._place(), style="bold")
-        for fact in self._facts():
-            if head.cell_len + 2 + len(fact) > width:
-                break
-            head.append("  ").append(fact, style="bold green" if fact[:4] == "loss" else "default")
+        """The numbers of the step, a bar, metrics, evaluations, and a line for each stage. A line
+        that the terminal cannot hold ends with an ellipsis."""
+        place, *facts = self._facts()
+        shown = [Text(fact, "bold green" if fact[:4] == "loss" else "") for fact in facts]
+        head = _line("  ").join([Text(place, "bold"), *shown])
         bar = Table.grid()  # a bar alone does not end its line
-        bar.add_row(
-            ProgressBar(
-                total=max(1, self._total_steps),
-                completed=self._step,
-                width=width - 1,
-                complete_style="cyan",
-                finished_style="green",
-            )
-        )
-        parts: list[Any] = [head, bar]
-        if measured := self._measured():
-            parts.append(Text("  ".join(measured), no_wrap=True, overflow="ellipsis"))
-        for told in self._evaluations.values():
-            parts.append(Text(f"evaluation loss {told}", no_wrap=True))
-        if self._stages:
-            parts.append(self._stage_table(width))
-        return Group(*parts)
-
-    def _stage_table(self, width: int) -> Table:
-        """One line per stage. While a process is away, its state replaces the figures."""
+        total, width = max(1, self._total_steps), self._console.width - 1
+        bar.add_row(ProgressBar(total, self._step, width, complete_style="cyan"))
         step_s = self._last.get("step_seconds")
-        figures = ["busy", "memory"] if width >= _FITS_MEMORY else ["busy"]
-        if any(row.away for row in self._stages):
-            figures = ["state"]
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-        for name in ("stage", "owner", "layers", *figures):
-            table.add_column(
-                name,
-                justify="left" if name in ("owner", "layers", "state") else "right",
-                no_wrap=True,
-                max_width=max(10, width // 3) if name == "owner" else None,
-            )
-        for index, row in enumerate(self._stages):
-            shown = {
-                "state": row.away or "",
-                "busy": share(row.last.get("busy_s", 0.0) / step_s if step_s else 0.0),
-                "memory": size(row.last["peak_memory"]) if row.last.get("peak_memory") else "",
-            }
-            layers = row.layers.removeprefix("layers ").removeprefix("layer ")
-            cells = (str(index), row.owner, layers, *(shown[name] for name in figures))
-            texts = (Text(printable(cell), no_wrap=True, overflow="ellipsis") for cell in cells)
-            table.add_row(*texts)
-        return table
+        lines = ["  ".join(self._measured())] if self._measured() else []
+        lines += [f"evaluation loss {told}" for told in self._evaluations.values()]
+        lines += [f"stage {k}  {row.state(step_s)}  {row}" for k, row in enumerate(self._stages)]
+        return Group(head, bar, *map(_line, lines))
 
     def _summary_lines(self) -> list[tuple[str, str]]:
         first, last = self._first, self._last
@@ -304,12 +250,10 @@ class Progress:
             lines.append(("time in steps", clock(self._seconds)))
             if self._tokens:
                 lines.append(("speed", f"{self._tokens / self._seconds:,.0f} {self._unit}/s"))
-        if self._between:
-            per_step = self._between / self._num_steps
-            lines.append(("between islands", f"{size(per_step)} per step"))
-        if self._wire_bytes:
-            per_step = self._wire_bytes / self._num_steps
-            lines.append(("on the wire", f"{size(per_step)} per step"))
+        moved = {"between islands": self._between, "on the wire": self._wire_bytes}
+        for label, nbytes in moved.items():
+            if nbytes:
+                lines.append((label, f"{size(nbytes / self._num_steps)} per step"))
         for index, row in enumerate(self._stages):
             busy = row.busy_s / self._seconds if self._seconds else 0.0
             lines.append((f"stage {index}", f"busy {share(busy)}  {row}"))
@@ -341,6 +285,11 @@ def _is_terminal(stream: TextIO) -> bool:
         return stream.isatty() and os.environ.get("TERM") != "dumb"
     except ValueError:  # closed
         return False
+
+
+def _line(text: str) -> Text:
+    """A text that stays in one line."""
+    return Text(printable(text), no_wrap=True, overflow="ellipsis")
 
 
 def _number(value: float | None) -> str:

@@ -6,11 +6,9 @@ numbers of single stages, and samples as texts.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hetero_framework.trainer.metrics import is_evaluation
@@ -27,18 +25,17 @@ class TensorBoard(Observer):
 
     def __init__(self, run: Watched) -> None:
         self._directory = run.placed.prepared.config.logging_dir
-        self._unopened: Path | None = self._directory
         self._run_id, self._step = "", 0
         self._board: Any = None
+        self._has_failed = False
 
     def begin(self, state: TrainState, run: RunStart, due: Due) -> None:
         self._run_id, self._step = run.run_id, state.step
 
     def went_back(self, state: TrainState) -> None:
         self._step = state.step
-        if self._board is not None:  # a new file hides the repeated steps of this one
-            self._close("TensorBoard events")
-            self._unopened = self._directory
+        self.close(failed=False)  # a new file hides the repeated steps of this one
+        self._board = None
 
     def step_end(self, state: TrainState, line: Mapping[str, Any], due: Due) -> None:
         self._show(line)
@@ -55,13 +52,8 @@ class TensorBoard(Observer):
         self._on_board(show)
 
     def close(self, failed: bool) -> None:
-        self._close("the last TensorBoard events")
-
-    def _close(self, what: str) -> None:
-        board, self._board = self._board, None
-        if board is not None:
-            with _tolerated(what):
-                board.close()
+        if self._board is not None:
+            self._on_board(lambda board: board.close())
 
     def _show(self, line: Mapping[str, Any]) -> None:
         group = "eval" if is_evaluation(line) else "train"
@@ -79,34 +71,23 @@ class TensorBoard(Observer):
 
         self._on_board(show)
 
-    def _on_board(self, show: Callable[[Any], None]) -> None:
-        """Have `show` called with TensorBoard, if there is one that has not failed."""
-        directory, self._unopened = self._unopened, None
-        board, self._board = self._board, None
-        with _tolerated("TensorBoard events"):
-            if directory is not None:
-                board = _opened(directory, self._step, self._run_id)
-            if board is not None:
-                show(board)
-            self._board = board
+    def _on_board(self, show: Callable[[Any], object]) -> None:
+        """Call `show` with the writer, which is opened first. A failure is told, and ends this."""
+        if self._has_failed:
+            return
+        try:
+            if self._board is None:
+                from torch.utils.tensorboard import SummaryWriter
 
-
-@contextlib.contextmanager
-def _tolerated(what: str) -> Iterator[None]:
-    """Warn where `what` cannot be written, and go on."""
-    try:
-        yield
-    except (OSError, ValueError) as error:  # ValueError: its file is closed
-        _log.warning("cannot write %s: %s", what, error)
-
-
-def _opened(directory: Path, resumed_step: int, run_id: str) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        _log.warning("report_to asks for tensorboard, which is not installed: no event files")
-        return None
-    # purge_step hides the events of steps that a crash left behind and this run repeats, but also
-    # other runs' in this directory. A fresh run, which has no former events, does without.
-    purge = resumed_step + 1 if resumed_step else None
-    return SummaryWriter(str(directory), purge_step=purge, filename_suffix=f".{run_id}")
+                # purge_step hides the events of steps that a crash left behind and this run
+                # repeats, but also other runs' in this directory. A fresh run does without.
+                purge = self._step + 1 if self._step else None
+                suffix, place = f".{self._run_id}", str(self._directory)
+                self._board = SummaryWriter(place, purge_step=purge, filename_suffix=suffix)
+            show(self._board)
+        except ImportError:
+            self._has_failed = True
+            _log.warning("report_to asks for tensorboard, which is not installed: no event files")
+        except (OSError, ValueError) as error:  # ValueError: its file is closed
+            self._has_failed = True
+            _log.warning("cannot write TensorBoard events: %s", error)
