@@ -12,7 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import yaml
-from huggingface_hub import EvalResult, ModelCardData, metadata_load, try_to_load_from_cache
+from huggingface_hub import (
+    EvalResult,
+    ModelCard,
+    ModelCardData,
+    metadata_load,
+    try_to_load_from_cache,
+)
 from transformers import PretrainedConfig
 
 from hetero_framework._version import __version__
@@ -24,39 +30,12 @@ from hetero_framework.models.files.weights import quantization_of, stored_format
 from hetero_framework.repository import CONFIG, read_json, resolve_model_path
 from hetero_framework.versions import installed
 
-_TEXT = """---
-{metadata}
----
-
-# {title}
-
-Written by hetero_framework with the result. Complete it before you publish it.
-
-## How to load it
-
-```python
-{load}
-```
-
-{lists}
-"""
-_LOAD_ADAPTER = """from peft import PeftModel
-from transformers import AutoTokenizer, {loader}
-
-model = {loader}.from_pretrained("{base}"{labels})
-model = PeftModel.from_pretrained(model, "PATH-OR-NAME-OF-THIS")
-tokenizer = AutoTokenizer.from_pretrained("PATH-OR-NAME-OF-THIS")"""
-_OF_LABELS = ', config="PATH-OR-NAME-OF-THIS"'
 TAGS = {
     "causal-lm": "text-generation",
     "sequence-classification": "text-classification",
     "token-classification": "token-classification",
     "image-classification": "image-classification",
 }
-_LOAD_MODEL = """from transformers import AutoTokenizer, {loader}
-
-model = {loader}.from_pretrained("PATH-OR-NAME-OF-THIS")
-tokenizer = AutoTokenizer.from_pretrained("PATH-OR-NAME-OF-THIS")"""
 _VERSIONS = {"PEFT": "peft", "Transformers": "transformers", "Pytorch": "torch"}
 
 
@@ -75,12 +54,10 @@ def model_card(
     config = as_saved(config)
     shown, loader = name or "a model that is not on the hub", stock_class(config).__name__
     classifies = (task := task_of(config)) != "causal-lm"
+    of_images = task == "image-classification"
     title = f"LoRA adapter for {shown}" if adapter else f"Fine-tuned from {shown}"
-    library = "peft" if adapter else "transformers"
+    load, library = None, "peft" if adapter else "transformers"
     kind = "adapter" if adapter else "finetune"
-    load = _LOAD_ADAPTER if adapter else _LOAD_MODEL
-    if task == "image-classification":
-        load = load.replace("AutoTokenizer", "AutoImageProcessor").replace("tokenizer", "processor")
     if (family := family_of(config)) is not None:
         title, load, library = family.card(config)
     metadata = ModelCardData(
@@ -99,17 +76,19 @@ def model_card(
         made = "trained on" if adapter else "made from"
         text = f"{form}; this was {made} its weights in full precision, as {form} stands for them"
         lists = {**lists, "### Stored form of the base model": [text]}
-    lists = {**lists, "### Framework versions": [f"hetero_framework {__version__}", *versions]}
-    return _TEXT.format(
-        metadata=metadata.to_yaml(),
+    card = ModelCard.from_template(
+        metadata,
+        template_path=str(Path(__file__).with_name("card.md")),
         title=title,
-        load=load.format(
-            loader=loader, base=name or "PATH-OF-THE-BASE-MODEL", labels=_OF_LABELS * classifies
-        ),
-        lists="\n\n".join(
-            "\n".join([head, "", *(f"- {x}" for x in lists[head])]) for head in lists
-        ),
+        load=load,
+        adapter=adapter,
+        loader=loader,
+        classifies=classifies,
+        reader="AutoImageProcessor" if of_images else "AutoTokenizer",
+        read="processor" if of_images else "tokenizer",
+        lists={**lists, "### Framework versions": [f"hetero_framework {__version__}", *versions]},
     )
+    return str(card)
 
 
 def code(text: str) -> str:
