@@ -525,11 +525,9 @@ def hidden(rounds: int, sleep_s: float, delay_steps: int, compression: str) -> d
     for name, island in islands.of.items():
         lines = [line for _, line in island.steps if line["step"] < steps - 200]
         seconds = island.steps[len(lines) - 1][0] - island.steps[0][0]
-        waits = {
-            what: round(sum(line["island"].get(key, 0.0) for line in lines) / seconds, 4)
-            for what, key in (("not_hidden", "waited_s"), ("for_others", "for_others_s"))
-        }
-        found[name] = {"step_s": round(seconds / len(lines), 4), **waits}
+        waited_s = sum(line["island"].get("waited_s", 0.0) for line in lines)
+        step_s, waited = round(seconds / len(lines), 4), round(waited_s / seconds, 4)
+        found[name] = {"step_s": step_s, "waited": waited}
         found["packed_bytes"] = max(line["island"].get("packed_bytes", 0) for line in lines)
     return found
 

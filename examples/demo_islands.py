@@ -169,9 +169,7 @@ def costs(same: bool) -> list[str]:
     attic, garage = steps_of("attic"), steps_of("garage")
     committed = max(line["island"]["committed"] for line in attic)
     sent = sum(line["island"]["bytes_out"] for line in attic)
-    waited, late = (
-        sum(line["island"].get(key, 0.0) for line in attic) for key in ("waited_s", "for_others_s")
-    )
+    waited = sum(line["island"].get("waited_s", 0.0) for line in attic)
     seconds = sum(line["step_seconds"] for line in attic)
     summed = len(weights_of("attic")) * len(attic)
     return [
@@ -179,7 +177,7 @@ def costs(same: bool) -> list[str]:
         f"attic took {len(attic)} of them, garage {len(garage)} since it was started again",
         f"attic sent {sent / 2**20:.0f} MiB, its state for garage among them; gradients in float32 "
         f"after each of its steps would be {summed / 2**20:.0f} MiB",
-        f"attic waited {waited:.1f} of {seconds:.0f} s for averages, and {late:.1f} s for garage",
+        f"attic waited {waited:.1f} of {seconds:.0f} s for averages and for garage",
         f"the models of both islands are {'the same, byte for byte' if same else 'NOT THE SAME'}",
     ]
 

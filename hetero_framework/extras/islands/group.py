@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetero_framework.core import failpoints, timeouts
-from hetero_framework.core.threads import in_background
+from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.errors import (
     ConfigError,
     GroupFinished,
@@ -269,7 +269,7 @@ class Group:
         try:
             while not asking.done() and helps():
                 self._check()
-                _settled(asking, timeouts.ANSWER_TICK_S)
+                wait_for([asking], timeouts.ANSWER_TICK_S)
         finally:
             self._waiting_since = before
 
@@ -354,9 +354,3 @@ class Group:
                 raise MemberLost(lacking[0], "no link to it came up, and the members may be others")
 
         return check
-
-
-def _settled(future: Future[Any], timeout_s: float) -> None:
-    done = threading.Event()
-    future.add_done_callback(lambda _: done.set())
-    done.wait(timeout_s)

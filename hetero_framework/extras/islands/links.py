@@ -70,13 +70,11 @@ class MemberLost(ReplicasChanged):
 
 @dataclass
 class Received:
-    """Copies of the tensors and fields of one kind that a member has sent in one exchange, and the
-    time.monotonic() at which the last of them came."""
+    """Copies of the tensors and fields of one kind that a member has sent in one exchange."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     is_whole: bool = False
-    came: float = 0.0
     nbytes: int = 0
 
 
@@ -156,12 +154,23 @@ class IslandSession:
     def receive(self, number: int, kind: ShareKind, name: str, check: Check) -> Received:
         """This member's part, once all of it is here; calls `check` while it waits. A part that
         came before the member left counts: the leader may be done after its decision."""
+
+        def lacking() -> str | None:
+            if self._received[number, kind, name].is_whole:
+                return None
+            self.check()
+            return name
+
+        self._wait_while(lacking, check)
+        return self._received[number, kind, name]
+
+    def _wait_while(self, lacking: Callable[[], str | None], check: Check) -> None:
+        """Wait while `lacking` names a member whose part is not here; calls `check` meanwhile."""
         deadline = time.monotonic() + timeouts.ISLAND_S
         while True:
             with self._changed:
-                if self._received[number, kind, name].is_whole:
-                    return self._received[number, kind, name]
-                self.check()
+                if (name := lacking()) is None:
+                    return
                 self._changed.wait(timeouts.ANSWER_TICK_S)
             if time.monotonic() > deadline:
                 self.lose(name, f"it said nothing for {timeouts.ISLAND_S:.0f} s")
@@ -189,18 +198,14 @@ class IslandSession:
         """Return when all members have called this: then none needs anything of this island any
         more. A member that has called it may leave before others have."""
         self.send(number, "vote")
-        deadline = time.monotonic() + timeouts.ISLAND_S
-        while True:
-            with self._changed:
-                left = [n for n in self.others if not self._received[number, "vote", n].is_whole]
-                if not left:
-                    return
-                if self.wrong is not None or self._gone.intersection([self.me, *left]):
-                    self.check()
-                self._changed.wait(timeouts.ANSWER_TICK_S)
-            if time.monotonic() > deadline:
-                self.lose(left[0], f"it said nothing for {timeouts.ISLAND_S:.0f} s")
-            check()
+
+        def lacking() -> str | None:
+            left = [n for n in self.others if not self._received[number, "vote", n].is_whole]
+            if left and (self.wrong is not None or self._gone.intersection([self.me, *left])):
+                self.check()
+            return left[0] if left else None
+
+        self._wait_while(lacking, check)
 
     def wait_for_more(self, timeout_s: float) -> None:
         """Wait until anything arrives, or the time is over."""
@@ -273,7 +278,6 @@ class IslandSession:
             share.tensors.update(tensors)
             share.info.update(body.info)
             share.is_whole = share.is_whole or body.last
-            share.came = time.monotonic()
             self._changed.notify_all()
 
     def accuse(self, name: str, error: m.Error) -> None:

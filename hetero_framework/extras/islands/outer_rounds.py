@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,12 +41,7 @@ from hetero_framework.extras.islands.outer import (
     weighted_mean,
 )
 from hetero_framework.extras.islands.shares import round_steps
-from hetero_framework.extras.islands.summed_steps import (
-    SummedSteps,
-    for_others,
-    seconds_in,
-    seconds_of_all,
-)
+from hetero_framework.extras.islands.summed_steps import SummedSteps, seconds_of_all
 from hetero_framework.trainer.replica_group import CountItems, StepPart
 from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
@@ -208,7 +204,7 @@ class OuterRounds(SummedSteps):
         if self._sums_gradients:
             return super().metrics()
         island = super().metrics()["island"]
-        for key in ("samples", "sample_ids", "waited_s", "for_others_s"):
+        for key in ("samples", "sample_ids", "waited_s"):
             del island[key]
         figures, self._figures = self._figures, {}
         return {"island": {**island, **figures, "committed": self._ledger.count}}
@@ -327,55 +323,37 @@ class OuterRounds(SummedSteps):
             mean = sending.mean.result()
             after = self._outer[sending.at.fragment].copy()
             after.step(mean)
-            steps = self._agreed(after, began)
+            steps = self._agreed(after)
         except ReplicasChanged as changed:
             _log.info("%s; looking who is there", changed, extra=changed.told)
             return self._joined(state)
-        self._waited_s = max(0.0, time.monotonic() - began - self._others_s)
+        self._waited_s = time.monotonic() - began
         return self._commit(sending, after, steps, state)
 
-    def _agreed(self, after: OuterFragment, began: float) -> dict[str, Steps]:
-        """The steps of each island that are committed now, once all report the same weights. This
-        island has taken no step since `began`. Raises MemberLost."""
-        session, number, round_ = self._present, self._exchange, self._round
+    def _agreed(self, after: OuterFragment) -> dict[str, Steps]:
+        """The steps of each island that are committed now, once all report the same weights.
+        Raises MemberLost."""
+        session, round_ = self._present, self._round
         assert round_ is not None
         done = steps_between(self._dealt, round_.committed, round_.done)
         vote = {
             "hash": digest([StatePart(dict(after.weights), last=True)]),
             "steps": [list(part) for part in done],
             "seconds": self._busy_s / self._counted if self._counted else 0.0,
-            "idle_s": time.monotonic() - began,
         }
-        if session.me == session.leader:
-            votes, idle_since = {session.me: vote}, {session.me: began}
-            for name in session.others:
-                received = session.receive(number, "vote", name, self._heed_in_step)
-                votes[name] = received.info
-                with session.judging(name):
-                    _dealt_steps(received.info.get("steps"), round_, name)
-                    seconds_in(received.info, "seconds", name)
-                    idle_since[name] = received.came - seconds_in(received.info, "idle_s", name)
+
+        def decided(votes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             _refuse_other_weights(session, {name: v.get("hash") for name, v in votes.items()})
-            decision: dict[str, Any] = {
-                "hash": vote["hash"],
-                "steps": {name: v["steps"] for name, v in votes.items()},
-                "seconds": {name: v["seconds"] for name, v in votes.items()},
-                "for_others": for_others(idle_since),
-            }
-            failpoints.hit("island-decision")
-            for name in session.others:
-                session.try_send(name, number, decision)
-                failpoints.hit("island-told")
-        else:
-            failpoints.hit("island-vote")
-            session.send(number, "vote", info=vote, to=[session.leader])
-            decision = session.receive(number, "decision", session.leader, self._heed_in_step).info
+            steps = {name: v["steps"] for name, v in votes.items()}
+            return {"hash": vote["hash"], "steps": steps}
+
+        judge = partial(_dealt_steps, round_)
+        decision = self._voted(self._exchange, vote, judge, decided).info
         with session.judging(session.leader):
             if decision.get("hash") != vote["hash"]:
                 raise ProtocolError(f"island {session.leader} has other weights: {decision!r:.200}")
-            self._seconds = seconds_of_all(decision, "seconds", session)
+            self._seconds = seconds_of_all(decision, session)
             steps = _decided(decision, round_, self._ledger, session)
-            self._others_s = seconds_of_all(decision, "for_others", session)[session.me]
         self._figures["hash"] = vote["hash"]
         return steps
 
@@ -412,8 +390,7 @@ class OuterRounds(SummedSteps):
         state = replace(state, step=step, committed_steps=step - skipped)
         state = replace(state, group=self._remembered())
         self._checkpoints.begin(state)
-        waits = {"waited_s": self._waited_s, "for_others_s": self._others_s}
-        self._figures |= {"synchronised": fragment} | {k: round(s, 4) for k, s in waits.items()}
+        self._figures |= {"synchronised": fragment, "waited_s": round(self._waited_s, 4)}
         _log.debug("fragment %d is synchronised", fragment)
         return state
 
@@ -564,10 +541,10 @@ def _refuse_other_weights(session: IslandSession, hashes: Mapping[str, Any]) -> 
     session.check()
 
 
-def _dealt_steps(parts: Any, round_: Round, name: str) -> Steps:
+def _dealt_steps(round_: Round, vote: Mapping[str, Any], name: str) -> Steps:
     """The steps that island `name` has done, of those that it was dealt. Raises ProtocolError."""
     try:
-        steps, dealt = _steps(parts), round_.dealt.get(name, ())
+        steps, dealt = _steps(vote.get("steps")), round_.dealt.get(name, ())
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"island {name} names no steps: {error!r}") from error
     if not all(any(a <= first < end <= b for a, b in dealt) for first, end in steps):
@@ -581,7 +558,7 @@ def _decided(
     """The committed steps of each island, by the leader's decision. Raises ProtocolError."""
     try:
         found = decision["steps"].items()
-        steps = {str(name): _dealt_steps(parts, round_, name) for name, parts in found}
+        steps = {str(n): _dealt_steps(round_, {"steps": parts}, n) for n, parts in found}
         for parts in steps.values():
             ledger = ledger.commit(parts)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -73,7 +73,7 @@ class SummedSteps(ReplicaGroup):
         self._samples: Mapping[str, int] = {}
         self._sample_ids: Mapping[str, list[int]] = {}
         self._tokens = 0
-        self._waited_s = self._others_s = 0.0
+        self._waited_s = 0.0
         self._seconds: dict[str, float] = {}
         self._step_s: deque[float] = deque(maxlen=20)
         self._began_at = 0.0
@@ -194,43 +194,46 @@ class SummedSteps(ReplicaGroup):
 
     def decide(self, outcome: StepOutcome, norm: Tensor) -> tuple[StepOutcome, Tensor]:
         """The leader counts the votes: all have the sums, or nobody changes a weight."""
-        session, number = self._present, self._number
-        assert self._sums is not None
-        vote: dict[str, Any] = {
-            "outcome": outcome.as_info(),
-            "seconds": self._sums.seconds_per(self._samples[session.me]),
-            "idle_s": self._sums.since_end_s,
-        }
-        if session.me == session.leader:
-            votes, seconds = [outcome], {session.me: vote["seconds"]}
-            idle_since = {session.me: time.monotonic() - vote["idle_s"]}
-            for name in session.others:
-                received = session.receive(number, "vote", name, self._heed_in_step)
-                with session.judging(name):
-                    votes.append(StepOutcome.of(received.info.get("outcome"), f"island {name}"))
-                    seconds[name] = seconds_in(received.info, "seconds", name)
-                    idle_since[name] = received.came - seconds_in(received.info, "idle_s", name)
-            outcome = StepOutcome.gravest(votes)
-            decision: dict[str, Any] = {
-                "outcome": outcome.as_info(),
-                "seconds": seconds,
-                "for_others": for_others(idle_since),
-            }
-            norm = norm.detach().to("cpu", torch.float32).clone()
-            failpoints.hit("island-decision")
-            for name in session.others:
-                session.try_send(name, number, decision, {"norm": norm})
-                failpoints.hit("island-told")
-        else:
+        session, sums = self._present, self._sums
+        assert sums is not None
+        seconds = sums.seconds_per(self._samples[session.me])
+        vote = {"outcome": outcome.as_info(), "seconds": seconds}
+        tensors = {"norm": norm.detach().to("cpu", torch.float32).clone()}
+        received = self._voted(self._number, vote, _outcome, _gravest, tensors)
+        with session.judging(session.leader):
+            outcome, self._seconds, norm = _decision(received, session)
+        self._waited_s = sums.since_end_s
+        return outcome, norm
+
+    def _voted(
+        self,
+        number: int,
+        vote: dict[str, Any],
+        judge: Callable[[Mapping[str, Any], str], object],
+        decide: Callable[[Mapping[str, Mapping[str, Any]]], dict[str, Any]],
+        tensors: Tensors | None = None,
+    ) -> Received:
+        """The leader's decision on an exchange, with the leader's `tensors`. The leader makes it by
+        `decide`, of the votes of all; `judge` raises ProtocolError for a wrong vote. Votes and
+        decision have the `seconds` that each island takes for a sample or a step."""
+        session = self._present
+        if session.me != session.leader:
             failpoints.hit("island-vote")
             session.send(number, "vote", info=vote, to=[session.leader])
-            received = session.receive(number, "decision", session.leader, self._heed_in_step)
-            with session.judging(session.leader):
-                outcome, decision, norm = _decision(received, session)
-        self._seconds = decision["seconds"]
-        self._others_s = decision["for_others"][session.me]
-        self._waited_s = max(0.0, self._sums.since_end_s - self._others_s)
-        return outcome, norm
+            return session.receive(number, "decision", session.leader, self._heed_in_step)
+        votes = {session.me: vote}
+        for name in session.others:
+            votes[name] = session.receive(number, "vote", name, self._heed_in_step).info
+            with session.judging(name):
+                judge(votes[name], name)
+                seconds_in(votes[name], "seconds", name)
+        seconds = {name: info["seconds"] for name, info in votes.items()}
+        decision = Received(dict(tensors or {}), {**decide(votes), "seconds": seconds})
+        failpoints.hit("island-decision")
+        for name in session.others:
+            session.try_send(name, number, decision.info, decision.tensors)
+            failpoints.hit("island-told")
+        return decision
 
     def after_step(self, before: TrainState, state: TrainState) -> TrainState:
         session = self._present
@@ -254,7 +257,6 @@ class SummedSteps(ReplicaGroup):
                 "sample_ids": dict(self._sample_ids),
                 "tokens": self._tokens,
                 "waited_s": round(self._waited_s, 4),
-                "for_others_s": round(self._others_s, 4),
                 "bytes_in": self._bytes[0] - moved[0],
                 "bytes_out": self._bytes[1] - moved[1],
             }
@@ -570,21 +572,28 @@ def _shares_in(group: Mapping[str, Any]) -> Shares:
     return Shares.load_state_dict(group["shares"]) if group.get("shares") else Shares()
 
 
+def _outcome(info: Mapping[str, Any], name: str) -> StepOutcome:
+    return StepOutcome.of(info.get("outcome"), f"island {name}")
+
+
+def _gravest(votes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    outcomes = [_outcome(vote, name) for name, vote in votes.items()]
+    return {"outcome": StepOutcome.gravest(outcomes).as_info()}
+
+
 def _decision(
     received: Received, session: IslandSession
-) -> tuple[StepOutcome, dict[str, dict[str, float]], Tensor]:
+) -> tuple[StepOutcome, dict[str, float], Tensor]:
     """The leader's decision, the seconds of all, and its norm. Raises ProtocolError."""
-    leader, norm = f"island {session.leader}", received.tensors.get("norm")
-    outcome = StepOutcome.of(received.info.get("outcome"), leader)
+    outcome, norm = _outcome(received.info, session.leader), received.tensors.get("norm")
     if norm is None or norm.dim() or (outcome.commits and not norm.isfinite()):
-        raise ProtocolError(f"{leader} sends no decision")
-    times = {key: seconds_of_all(received.info, key, session) for key in ("seconds", "for_others")}
-    return outcome, times, norm
+        raise ProtocolError(f"island {session.leader} sends no decision")
+    return outcome, seconds_of_all(received.info, session), norm
 
 
-def seconds_of_all(info: Mapping[str, Any], key: str, session: IslandSession) -> dict[str, float]:
-    """The leader's entry for each member. Raises ProtocolError."""
-    of_each = info.get(key)
+def seconds_of_all(info: Mapping[str, Any], session: IslandSession) -> dict[str, float]:
+    """The seconds of each member, by the leader. Raises ProtocolError."""
+    of_each = info.get("seconds")
     if not isinstance(of_each, dict) or of_each.keys() != set(session.members):
         raise ProtocolError(f"island {session.leader} sends no decision")
     return {name: seconds_in(of_each, name, name) for name in of_each}
@@ -596,14 +605,6 @@ def seconds_in(info: Mapping[str, Any], key: str, name: str) -> float:
     if not isinstance(seconds, float) or not 0 <= seconds < math.inf:
         raise ProtocolError(f"island {name} has been measured at {seconds!r}")
     return seconds
-
-
-def for_others(idle_since: Mapping[str, float]) -> dict[str, float]:
-    """The seconds that each island waited for the last island to be idle, too. By the leader's
-    clock, each has been idle since `idle_since`. Waiting after that was for the network. The time
-    that another island's vote takes on its way counts as its work."""
-    last = max(idle_since.values())
-    return {name: last - since for name, since in idle_since.items()}
 
 
 def _share(position: Position, name: str) -> float | Literal["auto"]:

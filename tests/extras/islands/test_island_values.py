@@ -16,13 +16,13 @@ from hetero_framework.trainer.train_state import TrainState
 
 NAN, INF = float("nan"), float("inf")
 SESSION = cast(Any, SimpleNamespace(leader="a", members=("a", "b")))
-TIMES = {"seconds": {"a": 1.0, "b": 0.5}, "for_others": {"a": 0.0, "b": 0.0}}
-YES = {"outcome": [None, ""], **TIMES}
+SECONDS = {"a": 1.0, "b": 0.5}
+YES = {"outcome": [None, ""], "seconds": SECONDS}
 
 
 def test_a_decision_has_a_norm_and_the_times_of_all() -> None:
     norm = torch.tensor(2.0)
-    assert _decision(Received({"norm": norm}, YES), SESSION) == (StepOutcome(), TIMES, norm)
+    assert _decision(Received({"norm": norm}, YES), SESSION) == (StepOutcome(), SECONDS, norm)
     skip = StepOutcome("rule", "it is small")
     no = {**YES, "outcome": skip.as_info()}
     assert _decision(Received({"norm": torch.tensor(NAN)}, no), SESSION)[0] == skip
@@ -42,8 +42,8 @@ def test_a_decision_has_a_norm_and_the_times_of_all() -> None:
         (torch.tensor(1.0), {"seconds": {"a": 1.0}}),
         (torch.tensor(1.0), {"seconds": {"a": 1.0, "b": NAN}}),
         (torch.tensor(1.0), {"seconds": {"a": 1.0, "b": -1.0}}),
-        (torch.tensor(1.0), {"for_others": {"a": 1.0, "b": "1"}}),
-        (torch.tensor(1.0), {"for_others": 3}),
+        (torch.tensor(1.0), {"seconds": {"a": 1.0, "b": "1"}}),
+        (torch.tensor(1.0), {"seconds": 3}),
     ],
 )
 def test_a_decision_that_cannot_be_is_refused(norm: Any, changes: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -176,12 +177,9 @@ def test_islands_deal_the_samples_of_a_stream(
 
 
 def assert_waits(*islands: list[dict[str, Any]]) -> None:
-    """In each step everybody waits for the network, and the last one for nobody."""
-    for steps in zip(*islands, strict=True):
-        assert min(step["island"]["for_others_s"] for step in steps) == 0
-        for step in steps:
-            own, others = (step["island"][key] for key in ("waited_s", "for_others_s"))
-            assert 0 < own < own + others + 1e-9 < step["step_seconds"]
+    """In each step everybody waits for the others or the network."""
+    for step in chain(*islands):
+        assert 0 < step["island"]["waited_s"] < step["step_seconds"]
 
 
 @pytest.mark.long
@@ -401,7 +399,7 @@ def test_rounds_do_not_depend_on_the_islands_plans(
         for at in (a, b)
     ]
     synced = [line["island"] for line in lines(a, "island") if "hash" in line["island"]]
-    assert all(one["for_others_s"] >= 0 <= one["waited_s"] for one in synced)
+    assert all(one["waited_s"] >= 0 for one in synced)
     common = min(map(len, hashes))  # who has no step in a round has no line for its hash
     assert hashes[0][:common] == hashes[1][:common]
     assert common >= 1

@@ -20,7 +20,7 @@ from hetero_framework.errors import ProtocolError
 from hetero_framework.extras.islands import summed_steps
 from hetero_framework.extras.islands.group import differing
 from hetero_framework.extras.islands.links import MemberLost, Received
-from hetero_framework.extras.islands.summed_steps import SummedGradients, SummedSteps, for_others
+from hetero_framework.extras.islands.summed_steps import SummedGradients, SummedSteps
 
 NUMBER = 5
 BASE: dict[str, Any] = {
@@ -117,11 +117,6 @@ def test_every_setting_that_changes_the_result_is_among_the_facts() -> None:
             missed.append((name, effect))
     assert missed == []
     assert sum(effect is not Effect.FREE for effect in effects.effects().values()) > 90
-
-
-def test_all_islands_wait_for_the_last_one() -> None:
-    assert for_others({"a": 10.0, "b": 12.5, "c": 12.0}) == {"a": 2.5, "b": 0.0, "c": 0.5}
-    assert for_others({"a": 10.0}) == {"a": 0.0}  # a single one for none
 
 
 class Beach:
