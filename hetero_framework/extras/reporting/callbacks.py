@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
@@ -434,46 +434,51 @@ class Callbacks(Observer):
         if self._untold is not None:
             lines = self._history.resume(state.step, partial(_precedes_evaluation, state.step))
         own = {_STATES, _STOPPED, _EPOCH, _BEST, _TOLD, _RUN, _MLFLOW_RUN}
-        self._run = next((line[_RUN] for line in lines if _RUN in line), None)
-        begun = (line[_MLFLOW_RUN] for line in lines if _MLFLOW_RUN in line)
-        self._mlflow_run = next(begun, None)
         history = [line for line in lines if own.isdisjoint(line)]
-        self.state.best_metric = self.state.best_global_step = None
-        self._store.best_steps.clear()
-        for step in sorted(told & evaluations.keys()):
-            self._judge(evaluations[step], step)
+        self._run, self._mlflow_run = _first(lines, _RUN), _first(lines, _MLFLOW_RUN)
         self._store.saved = {line[_BEST] for line in lines if _BEST in line}
-        self._store.saved.update(filter(self._store.has, self._store.best_steps))
-        if (best := self._store.best_step) is not None and not self._store.has(best):
-            _log.warning("the best checkpoint, of step %d, is gone; no other replaces it", best)
-            self._store.best_steps.clear()
-        self._name_best()
+        self._judge_again([evaluations[step] for step in sorted(told & evaluations.keys())])
         self._stopped_at = next((line["step"] for line in lines if _STOPPED in line), None)
         self._is_epoch_told = any(_EPOCH in line and line["step"] == state.step for line in lines)
         self.state.log_history = history
         self.state.global_step = state.step
         self.state.epoch = self._prepared.data.epoch_of(state.position - 1) if state.step else 0
-        self._epoch, self._losses = None, []
-        self.state.num_input_tokens_seen = self._padded_tokens = 0
-        self._means.take()
-        self._logged, logged = [], {line["step"] for line in history if "loss" in line}
-        for line in run:
-            if "loss" in line:
-                if line["loss"] is None:  # not finite, which JSON cannot hold
-                    line["loss"] = math.nan
-                self._line = line
-                self._count(line)
-                self._note(line)
-                if line["step"] in logged:
-                    self._take_losses()
-                    self._means.take()
-        self._store_flos()
-        self._states = next((line[_STATES] for line in reversed(lines) if _STATES in line), None)
+        self._epoch = None
+        self._count_again(run, {line["step"] for line in history if "loss" in line})
+        self._states = _first(reversed(lines), _STATES)
         for callback in self._callbacks:
             kept = (self._states or {}).get(type(callback).__name__)
             if isinstance(callback, ExportableState) and kept is not None:
                 for name, value in kept["attributes"].items():
                     setattr(callback, name, value)
+
+    def _judge_again(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
+        """Find the best step anew, by the evaluations that callbacks were told."""
+        self.state.best_metric = self.state.best_global_step = None
+        self._store.best_steps.clear()
+        for line in evaluations:
+            self._judge(line, line["step"])
+        self._store.saved.update(filter(self._store.has, self._store.best_steps))
+        if (best := self._store.best_step) is not None and not self._store.has(best):
+            _log.warning("the best checkpoint, of step %d, is gone; no other replaces it", best)
+            self._store.best_steps.clear()
+        self._name_best()
+
+    def _count_again(self, run: Sequence[Mapping[str, Any]], logged: Collection[int]) -> None:
+        """Add up losses, tokens and operations anew, by the lines of the run's steps. `logged` are
+        the steps after which losses were logged."""
+        self.state.num_input_tokens_seen = self._padded_tokens = 0
+        self._means.take()
+        self._losses, self._logged = [], []
+        for line in (line for line in run if not is_evaluation(line)):
+            # A loss that is not finite is null in the file.
+            self._line = {**line, "loss": math.nan if line["loss"] is None else line["loss"]}
+            self._count(self._line)
+            self._note(self._line)
+            if line["step"] in logged:
+                self._take_losses()
+                self._means.take()
+        self._store_flos()
 
     def _write_states(self) -> None:
         """Keep the state of the callbacks that have one, where it has changed."""
@@ -540,6 +545,10 @@ class _Means:
         self._counts.clear()
         self._sums.clear()
         return means | {"num_tokens": self._tokens} if means else {}
+
+
+def _first(lines: Iterable[Mapping[str, Any]], key: str) -> Any:
+    return next((line[key] for line in lines if key in line), None)
 
 
 def _precedes_evaluation(step: int, line: Mapping[str, Any]) -> bool:

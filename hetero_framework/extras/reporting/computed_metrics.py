@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hetero_framework import control
 from hetero_framework.cluster.cluster import Cluster
@@ -154,12 +155,7 @@ def _joined(parts: Sequence[Tensor]) -> np.ndarray:
     parts = [torch.atleast_1d(part) for part in parts]
     if parts[0].ndim > 1:
         width = max(part.shape[1] for part in parts)
-        parts = [_widened(part, width) for part in parts]
+        deeper = [0, 0] * (parts[0].ndim - 2)  # axes after the tokens stay as they are
+        parts = [pad(p, [*deeper, 0, width - p.shape[1]], value=_PADDING) for p in parts]
     whole = torch.cat(parts)
     return (whole.float() if whole.dtype == torch.bfloat16 else whole).numpy()
-
-
-def _widened(part: Tensor, width: int) -> Tensor:
-    rows, tokens, *rest = part.shape
-    filling = part.new_full((rows, width - tokens, *rest), _PADDING)
-    return torch.cat([part, filling], dim=1)
