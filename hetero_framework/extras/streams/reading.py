@@ -155,14 +155,10 @@ def _chain(readers: Sequence[Reader], most: int | None = None) -> Reader:
                 if taken == most:
                     return
                 taken += 1
-                yield row, partial(_behind, at, taken, place)
+                yield row, lambda at=at, n=taken, place=place: [at, n, place()]
             inner = None
 
     return read
-
-
-def _behind(at: int, taken: int, place: Place) -> Any:
-    return [at, taken, place()]
 
 
 def _mix(readers: Sequence[Reader], weights: list[float], until: str, seed: int) -> Reader:
