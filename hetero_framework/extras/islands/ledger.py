@@ -10,8 +10,6 @@ again. So each sample of an epoch is trained once, whichever islands join, leave
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -76,11 +74,6 @@ class Ledger:
     @classmethod
     def load_state_dict(cls, state: Mapping[str, Any]) -> Ledger:
         return cls().commit((int(start), int(end)) for start, end in state["committed"])
-
-    @property
-    def digest(self) -> str:
-        """sha256, in hex: equal where islands agree on what has been trained."""
-        return hashlib.sha256(json.dumps(self.state_dict()).encode()).hexdigest()
 
 
 def count_steps(steps: Iterable[tuple[int, int]]) -> int:

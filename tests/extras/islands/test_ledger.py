@@ -72,13 +72,13 @@ def test_a_step_is_not_committed_twice() -> None:
         Ledger().commit([(3, 3)])
 
 
-def test_state_is_small_json_and_its_digest_depends_on_the_steps() -> None:
+def test_state_is_small_json() -> None:
     ledger = Ledger().commit([(4, 6)]).commit([(0, 3)])
     text = json.dumps(ledger.state_dict())
     assert text == '{"committed": [[0, 3], [4, 6]]}'
     again = Ledger.load_state_dict(json.loads(text))
-    assert (again, again.digest) == (ledger, ledger.digest)
-    assert ledger.commit([(3, 4)]).digest == Ledger(((0, 6),)).digest != ledger.digest
+    assert again == ledger
+    assert ledger.commit([(3, 4)]) == Ledger(((0, 6),)) != ledger
 
 
 ROUNDS = st.lists(
@@ -114,7 +114,7 @@ def test_each_sample_is_trained_once_under_any_membership(
             samples = np.concatenate(run.step_indices(step)).tolist()
             trained.update((step // run.steps_per_epoch, sample) for sample in samples)
         ledgers = {name: ledger.commit(steps) for name, ledger in ledgers.items()}
-        assert len({ledger.digest for ledger in ledgers.values()}) == 1
+        assert len(set(ledgers.values())) == 1
         known = Ledger.load_state_dict(next(iter(ledgers.values())).state_dict())
     assert set(trained) == {(epoch, sample) for epoch in range(2) for sample in range(examples)}
     assert set(trained.values()) == {1}

@@ -133,7 +133,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", seldom(CASES, "a_share", "part_of_an_epoch", "one_at_a_time"))
 def test_callbacks_are_told_what_the_trainer_tells_them(case: str, alone, tmp_path) -> None:
     config = told_about(alone, tmp_path, CASES[case])
     ours, other = Recorder(), Recorder()
@@ -240,9 +240,10 @@ EVERY: dict[str, Acts] = {
     for event in EVENTS
     for flag in fields(TrainerControl)
 }
+RARE = ("training_stop on_train_begin", "training_stop on_epoch_begin", "log")
 
 
-@pytest.mark.parametrize("case", seldom([*FEW, *EVERY], *EVERY))
+@pytest.mark.parametrize("case", seldom([*FEW, *EVERY], *EVERY, *RARE))
 def test_every_event_may_set_every_flag_as_for_the_trainer(case: str, alone, tmp_path) -> None:
     flag = case.split()[0]
     # Two micro-batches a step, and one: the Trainer looks at some flags between two alone.
@@ -325,7 +326,7 @@ BEST: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", seldom(BEST, "by_epoch"))
+@pytest.mark.parametrize("case", seldom(BEST, "by_epoch", "saved_less_often", "not_saved"))
 def test_the_best_model_is_that_of_the_trainer(case: str, alone: Alone, tmp_path: Path) -> None:
     steps = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
     # So large a rate that the loss goes up and down.
