@@ -369,8 +369,12 @@ class Callbacks(Observer):
     def _take_losses(self) -> float:
         """The sum of the losses that were not logged. They count as logged from now on."""
         losses, self._losses = self._losses, []
-        is_filtered = self._prepared.config.training.logging_nan_inf_filter
-        total = _filtered(losses) if is_filtered else sum(loss for _, loss in losses)
+        is_filtered, total = self._prepared.config.training.logging_nan_inf_filter, 0.0
+        for number, (_, loss) in enumerate(losses):
+            # The Trainer's filter counts a loss that is not finite as the sum of the losses before
+            # it, divided by its place (from 1).
+            is_kept = math.isfinite(loss) or not is_filtered
+            total += loss if is_kept else total / (1 + number)
         steps = {step for step, _ in losses if step <= self.state.global_step}  # not given up
         self._logged.append((len(steps), total))
         return total
@@ -589,12 +593,3 @@ def training_arguments(config: Config) -> TrainingArguments:
     if config.training.evaluation == "steps" and arguments.eval_steps is None:
         arguments.eval_steps = arguments.logging_steps
     return arguments
-
-
-def _filtered(losses: Sequence[tuple[int, float]]) -> float:
-    """The sum of losses, as the Trainer's logging_nan_inf_filter adds them up: a loss that is not
-    finite counts as the sum of the losses before it, divided by its place (from 1)."""
-    total = 0.0
-    for number, (_, loss) in enumerate(losses):
-        total += loss if math.isfinite(loss) else total / (1 + number)
-    return total

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hetero_framework.cluster.child import describe_exit, end_processes, environment, start
 from hetero_framework.core import timeouts
+from hetero_framework.extras.reporting import hub_upload
 from hetero_framework.extras.reporting.hub_upload import PUBLIC, repository
 from hetero_framework.extras.reporting.settings import ReportSettings
 from hetero_framework.log import event
@@ -113,12 +114,7 @@ class HubUploads(Observer):
             "message": f"Upload {upload.what}",
             "must_be_private": settings.hub_strategy != "end" and upload != self._result,
         }
-        program = [
-            sys.executable,
-            "-m",
-            "hetero_framework.extras.reporting.hub_upload",
-            json.dumps(job),
-        ]
+        program = [sys.executable, "-m", hub_upload.__name__, json.dumps(job)]
         try:
             files = upload.folder.iterdir() if upload.folder is not None else ()
             nbytes = sum(file.stat().st_size for file in files)

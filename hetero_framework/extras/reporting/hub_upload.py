@@ -38,10 +38,8 @@ def check(config: Config) -> None:
     """Raise ConfigError if results are to be uploaded and this machine cannot do so."""
     if not ReportSettings.of(config.training).push_to_hub:
         return
-    name, later = (
-        repository(config),
-        "or set push_to_hub to false and upload with `hf upload` later",
-    )
+    name = repository(config)
+    later = "or set push_to_hub to false and upload with `hf upload` later"
     try:
         validate_repo_id(name)
     except HFValidationError as error:

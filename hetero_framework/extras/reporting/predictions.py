@@ -16,12 +16,8 @@ from hetero_framework.errors import CallbackError, ProtocolError
 from hetero_framework.log import one_line
 from hetero_framework.trainer.python_data import PREPROCESS
 
-_ARGMAX, _LOGITS, _MADE, _FAILED = (
-    "argmax",
-    "logits",
-    "predictions",
-    "failed",
-)  # names of tensors beside a loss
+# Names of tensors beside a loss.
+_ARGMAX, _LOGITS, _MADE, _FAILED = "argmax", "logits", "predictions", "failed"
 PLAIN = {_ARGMAX, _LOGITS}
 """Names of predictions that no function of the user has made."""
 _MOST_BYTES = 64 << 20  # of a micro-batch; fits into a message of any run
