@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hetero_framework.config import layers_text
 from hetero_framework.core.spans import ALL_STEPS, COMPUTE
 from hetero_framework.engine.schedule.bounds import step_bound
 from hetero_framework.extras.observe import step_account
@@ -32,7 +31,7 @@ from hetero_framework.extras.observe.step_account import (
 from hetero_framework.extras.observe.timeline import Trace
 from hetero_framework.models.sizing.streaming import SLOTS
 from hetero_framework.tables import lines, table
-from hetero_framework.units import plural, seconds, share, size
+from hetero_framework.units import plural, seconds, share
 
 SAME_RESULT = frozenset(
     {"direct", "max_in_flight", "offload", "cut", "interleave", "smaller", "larger"}
@@ -43,12 +42,11 @@ _CODING_S = 2.5e-9
 """Seconds per element to encode and decode on one CPU thread; a GPU needs less."""
 _UNEXPLAINED = 1.15
 _UNEVEN = 2.0
-_STAGE_HEAD = ("stage", "process", "layers", "forward", "backward")
 _STREAMING_HEAD = ("stage", "from host memory", "on their way", "of it hidden", "awaited")
 _PROCESS_HEAD = (
-    *("process", "computes", "waits: activations", "waits: gradients", "of it wire", "idle"),
+    *("process", "stages", "computes"),
+    *("waits: activations", "waits: gradients", "of it wire", "idle"),
 )
-_BOUNDARY_HEAD = ("boundary", "way", "activation", "wire", "gradient", "wire", "delay")
 
 
 def diagnose(trace: Trace) -> Diagnosis:
@@ -323,36 +321,20 @@ def text(d: Diagnosis) -> str:
 
 
 def _tables(d: Diagnosis) -> Iterator[str]:
-    """Stages, processes and boundaries, each after an empty line."""
-    stages, streaming, processes, boundaries = [], [], [], []
-    owners = {k: process.name for process in d.processes for k in process.stages}
-    for s in d.stages:
-        times = [seconds(s.forward_s), seconds(s.backward_s)]
-        if s.index == len(d.stages) - 1:
-            times = [seconds(s.forward_s + s.backward_s), "(both)"]
-        stages.append([str(s.index), owners[s.index], layers_text(s.start, s.end), *times])
-        if s.streaming_s:
-            layers = f"{s.offload} of {plural(s.end - s.start, 'layer')}"
-            shares = (share(s.hidden), f"{share(s.awaited)} of its tasks")
-            streaming.append([str(s.index), layers, seconds(s.streaming_s), *shares])
+    """Processes, and stages whose layers visit from host memory, each after an empty line."""
+    streaming, processes = [], []
     for p in d.processes:
         parts = (p.compute_s, p.activations_s, p.gradients_s, p.wire_s, p.start_s + p.done_s)
-        processes.append([p.name, *(share(part / (d.pipeline_s or 1.0)) for part in parts)])
-    for b in d.boundaries:
-        if b.way != "same process":
-            way = f"{b.way}, {b.codec}" if b.codec else b.way
-            there = (size(b.forward_bytes), seconds(b.forward_s))
-            back = ("-", "-")
-            if b.backward_bytes:
-                back = (size(b.backward_bytes), seconds(b.backward_s))
-            place = f"{b.after} - {b.after + 1}"
-            boundaries.append([place, way, *there, *back, seconds(b.latency_s)])
-    yield from ("", *table(_STAGE_HEAD, stages, left=(0, 1, 2)))
+        shares = (share(part / (d.pipeline_s or 1.0)) for part in parts)
+        processes.append([p.name, ", ".join(map(str, p.stages)), *shares])
+    for s in d.stages:
+        if s.streaming_s:
+            layers = f"{s.offload} of {plural(s.end - s.start, 'layer')}"
+            shown = (share(s.hidden), f"{share(s.awaited)} of its tasks")
+            streaming.append([str(s.index), layers, seconds(s.streaming_s), *shown])
+    yield from ("", *table(_PROCESS_HEAD, processes, left=(0, 1)))
     if streaming:
         yield from ("", *table(_STREAMING_HEAD, streaming, left=(0, 1)))
-    yield from ("", *table(_PROCESS_HEAD, processes))
-    if boundaries:
-        yield from ("", *table(_BOUNDARY_HEAD, boundaries, left=(0, 1)))
 
 
 def _advice(d: Diagnosis) -> Iterator[str]:
