@@ -155,10 +155,14 @@ def _chain(readers: Sequence[Reader], most: int | None = None) -> Reader:
                 if taken == most:
                     return
                 taken += 1
-                yield row, lambda at=at, n=taken, place=place: [at, n, place()]
+                yield row, partial(_behind, at, taken, place)
             inner = None
 
     return read
+
+
+def _behind(at: int, taken: int, place: Place) -> Any:
+    return [at, taken, place()]
 
 
 def _mix(readers: Sequence[Reader], weights: list[float], until: str, seed: int) -> Reader:
