@@ -73,7 +73,10 @@ class RunPictures(Observer):
         self._draw_diagram(placed)
 
     def exported(self, state: TrainState) -> None:
-        self._draw_curves()
+        output = self._config.output_dir
+        if pictures.can_draw():
+            with _optional("the curves are"):
+                curves.draw([curves.read_run(output, output.name)], output / CURVES_FILE)
 
     def leaves(self) -> Mapping[str, str | Path]:
         output = self._config.output_dir
@@ -81,13 +84,6 @@ class RunPictures(Observer):
         if not diagram.exists():  # without a program that draws
             diagram = diagram.with_suffix(".mmd")
         return {"diagram": diagram, "curves": output / CURVES_FILE}
-
-    def _draw_curves(self) -> None:
-        if not pictures.can_draw():
-            return
-        output = self._config.output_dir
-        with _optional("the curves are"):
-            curves.draw([curves.read_run(output, output.name)], output / CURVES_FILE)
 
     def _draw_diagram(self, placed: Placement) -> None:
         """Draw `architecture.<format>` in the output directory."""

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import time
+import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,7 +42,6 @@ from hetero_framework.errors import CallbackError, ConfigError
 from hetero_framework.extras.reporting.computed_metrics import check_best
 from hetero_framework.extras.reporting.reporters import (
     mlflow_run,
-    new_run,
     remote_run,
     report_samples,
     reporters,
@@ -153,7 +153,7 @@ class Callbacks(Observer):
         )
         self._read(state)
         if self._run is None:
-            self._run = new_run()
+            self._run = uuid.uuid4().hex[:12]  # of the remote run; a resumed run goes on with it
             self._history.write({"step": 0, _RUN: self._run})
         output = self._prepared.config.output_dir.name
         own = ReportSettings.of(training)

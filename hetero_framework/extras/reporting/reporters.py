@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -70,11 +69,6 @@ def report_samples(reporter: Any, step: int, samples: Sequence[Sample]) -> None:
 
         table = trackio.Table(dataframe=DataFrame(rows, columns=columns))
         trackio.log({"samples": table, "train/global_step": step})
-
-
-def new_run() -> str:
-    """An identifier for the remote run, which a resumed run goes on with."""
-    return uuid.uuid4().hex[:12]
 
 
 def mlflow_run() -> str | None:
