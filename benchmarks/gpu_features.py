@@ -30,7 +30,7 @@ from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.devices import Device
 from hetero_framework.core.spans import WEIGHTS
 from hetero_framework.errors import HeteroError, ResourceError
-from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.sizing.memory import estimate_memory
 
 _ADAPTER = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.1}
@@ -325,7 +325,7 @@ def predicted_peak(bench: Bench, ways: int) -> int:
     """Bytes that the estimate gives for the largest process of the run of 1.1 billion weights."""
     config: Config = bench.big_config(ways)
     assert config.model is not None
-    model_config = load_model_config(config.model, config.base_dir)
+    model_config = ModelSource.of(config).config
     memory = estimate_memory(config, model_config, tokens=bench.size.big_length)
     return max(stage.total for stage in memory)
 

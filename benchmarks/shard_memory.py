@@ -27,7 +27,8 @@ from benchmarks import environment
 from hetero_framework.config import ModelConfig
 from hetero_framework.core.devices import open_device
 from hetero_framework.models.cut.introspect import introspect
-from hetero_framework.models.cut.shard import ShardRange, load_model_config, load_shard
+from hetero_framework.models.cut.shard import ShardRange, load_shard
+from hetero_framework.models.files.source import ModelSource
 
 
 def peak_bytes() -> int:
@@ -57,7 +58,7 @@ def write_model(folder: Path, layers: int, hidden: int, dtype: torch.dtype) -> N
 def child(folder: str, start: int, end: int, load: bool) -> dict[str, int]:
     """What one process needs: idle (imports and the tiny probe) or with the shard loaded."""
     settings = ModelConfig(name_or_path=folder)
-    config = load_model_config(settings, Path(folder))
+    config = ModelSource(settings, Path(folder)).config
     layers = introspect(config).num_layers
     own = 0
     if load:

@@ -32,8 +32,8 @@ from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage_api import StepInfo
-from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.side import Bundle
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.sizing.footprint import PeakMemory
 from hetero_framework.models.sizing.memory import StageMemory, estimate_memory
 
@@ -154,7 +154,7 @@ class Process:
         for stage in self._stages:
             stage.input_requires_grad = not stage.is_first
         assert config.model is not None
-        model = load_model_config(config.model, Path()).get_text_config()
+        model = ModelSource(config.model, Path()).config.get_text_config()
         self._vocabulary, self._hidden = int(model.vocab_size), int(model.hidden_size)
         dtype = config.model.dtype
         self._dtype = torch.float32 if dtype == "auto" else getattr(torch, dtype)
@@ -210,7 +210,7 @@ def run(case: Case) -> dict[str, Any]:
     specs = config.plan.stages
     estimates = estimate_memory(
         config,
-        load_model_config(config.model, Path()),
+        ModelSource(config.model, Path()).config,
         tokens=case.tokens,
         in_flight=[_IN_FLIGHT] * len(specs),
     )

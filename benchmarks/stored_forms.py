@@ -31,7 +31,8 @@ from hetero_framework.config import ModelConfig
 from hetero_framework.core.devices import open_device
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model
-from hetero_framework.models.cut.shard import ShardRange, load_model_config, load_shard
+from hetero_framework.models.cut.shard import ShardRange, load_shard
+from hetero_framework.models.files.source import ModelSource
 
 _HIDDEN, _BLOCK = 2048, 128
 _FP8 = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]}
@@ -75,7 +76,7 @@ def write(folder: Path, form: str, size: float) -> None:
 def child(folder: str, *, load: bool) -> dict[str, float]:
     """The peak of one process, and with `load` the time for all layers and their bytes."""
     settings = ModelConfig(name_or_path=folder)
-    layers = introspect(load_model_config(settings, Path(folder))).num_layers
+    layers = introspect(ModelSource(settings, Path(folder)).config).num_layers
     rng, seconds, own = ShardRange(0, layers, is_first=True, is_last=True), 0.0, 0
     if load:
         began = time.perf_counter()

@@ -26,11 +26,11 @@ def settings(model: str | None, data: str | None) -> list[str]:
         from hetero_framework.commands.init import split_layers
         from hetero_framework.config import ModelConfig, load_config
         from hetero_framework.models.cut.introspect import introspect
-        from hetero_framework.models.cut.shard import load_model_config
+        from hetero_framework.models.files.source import ModelSource
 
         name = str(Path(model).absolute()) if Path(model).exists() else model
         config = load_config(CONFIG)
-        found = load_model_config(ModelConfig(name_or_path=name), config.base_dir)
+        found = ModelSource(ModelConfig(name_or_path=name), config.base_dir).config
         layers = introspect(found).num_layers
         changed["model.name_or_path"] = name
         changed["model.dtype"] = "auto"

@@ -28,8 +28,8 @@ from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.family import as_saved
 from hetero_framework.models.cut.introspect import introspect
-from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, devices_known
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.models.sizing.memory import (
     ONE_MEMORY,
@@ -114,7 +114,7 @@ def _look_at(config: Config, here: Sequence[WorkerId]) -> _Look:
     """Look at the model and the data: as a run would where that is possible, else in part."""
     look = _Look(config)
     if config.model is not None:
-        look.model = load_model_config(config.model, config.base_dir)
+        look.model = ModelSource.of(config).config
         if config.is_planned:
             config.plan.covers(introspect(look.model).num_layers)
         check_devices(config, look.model, devices_known(config, here))

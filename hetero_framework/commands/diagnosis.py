@@ -44,8 +44,8 @@ from hetero_framework.errors import (
 )
 from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.introspect import introspect
-from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, devices_known
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.sizing.memory import estimate_memory, recomputing
 from hetero_framework.security.access import Access, KeyOptions, access_of
 from hetero_framework.tables import lines, one_line
@@ -108,10 +108,9 @@ class MachineView:
     @cached_property
     def model(self) -> PretrainedConfig | UserError | None:
         """The model's configuration, or its error; None without a `model` section."""
-        model = self.config.model
-        if model is None:
+        if self.config.model is None:
             return None
-        return attempt(lambda: load_model_config(model, self.config.base_dir))
+        return attempt(lambda: ModelSource.of(self.config).config)
 
     @cached_property
     def workers(self) -> dict[WorkerId, WorkerAnswer]:

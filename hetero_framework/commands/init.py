@@ -499,10 +499,10 @@ def _layers(answers: Answers, output: Path) -> int:
             "the number of layers is not known", hint="give --model NAME, or --layers N"
         )
     from hetero_framework.models.cut.introspect import introspect
-    from hetero_framework.models.cut.shard import load_model_config
+    from hetero_framework.models.files.source import ModelSource
 
     model = ModelConfig(name_or_path=answers.model).for_objective(answers.objective or "sft")
-    return introspect(load_model_config(model, output.absolute().parent)).num_layers
+    return introspect(ModelSource(model, output.absolute().parent).config).num_layers
 
 
 def beside(path: str | None, output: Path) -> str | None:

@@ -18,7 +18,8 @@ from hetero_framework.errors import DeviceError
 from hetero_framework.models.adapters.trainable import adapter_plan_of, attach_adapter
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.reuse import ReusableModules, ReusePool
-from hetero_framework.models.cut.shard import Shard, load_model_config, load_shard
+from hetero_framework.models.cut.shard import Shard, load_shard
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_libraries
 
 BuildStages = Callable[[Config, Sequence[StageSpec], Device, ReusePool], Sequence[StageInterface]]
@@ -83,12 +84,7 @@ def load_stages(
 
 def check_types(config: Config, device: Device) -> None:
     """Warn of types that the device only emulates. Raises DeviceError for a type that it lacks."""
-    assert config.model is not None
-    training, name = config.training, config.model.dtype
-    if name == "auto":
-        stored = load_model_config(config.model, config.base_dir).dtype
-        name = str(stored or torch.float32).removeprefix("torch.")  # type: ignore[assignment]
-    wanted = {"model.dtype": getattr(torch, name)}
+    training, wanted = config.training, {"model.dtype": ModelSource.of(config).dtype}
     if training.bf16 or training.fp16:
         setting = "training.bf16" if training.bf16 else "training.fp16"
         wanted[setting] = torch.bfloat16 if training.bf16 else torch.float16

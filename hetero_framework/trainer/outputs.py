@@ -27,7 +27,7 @@ import psutil
 import torch
 from filelock import FileLock, Timeout
 from huggingface_hub import EvalResult
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from hetero_framework import registry
 from hetero_framework.cluster.run_id import RUN_FILE, run_id_of
@@ -48,7 +48,6 @@ from hetero_framework.file_trust import other_writers, refuse_link
 from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.cut.family import as_saved, family_named, family_of
-from hetero_framework.models.cut.shard import config_dtype
 from hetero_framework.models.cut.tiny import stock_class
 from hetero_framework.models.files.card import TAGS, base_facts, code, is_hub_name, model_card
 from hetero_framework.models.files.export import (
@@ -58,8 +57,15 @@ from hetero_framework.models.files.export import (
     write_adapter,
     write_checkpoint,
 )
-from hetero_framework.models.files.weights import SINGLE_FILE, Checkpoint, as_loaded, whole_model
-from hetero_framework.repository import CONFIG, resolve_model_path
+from hetero_framework.models.files.source import ModelSource
+from hetero_framework.models.files.weights import (
+    SINGLE_FILE,
+    Checkpoint,
+    as_loaded,
+    config_dtype,
+    whole_model,
+)
+from hetero_framework.repository import CONFIG
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
 from hetero_framework.trainer.metrics import METRICS_FILE
 from hetero_framework.trainer.read_metrics import loss_of, read_curves
@@ -332,8 +338,7 @@ def export(prepared: Prepared, pipeline: Pipeline) -> Path:
     config, plan, directory = prepared.config, prepared.adapter_plan, prepared.config.result_dir
     output = OutputDirectory(directory, overwrite=True)
     tensors = (part.tensors for _, _, part in pipeline.export())
-    about = (prepared.model_config, prepared.generation, prepared.tokenizer)
-    write_result(output, config, plan, *about, tensors)
+    write_result(output, config, plan, prepared.source, prepared.tokenizer, tensors)
     return directory
 
 
@@ -341,36 +346,32 @@ def write_result(
     output: OutputDirectory,
     config: Config,
     plan: AdapterPlan | None,
-    model_config: PretrainedConfig,
-    generation: GenerationConfig | None,
+    source: ModelSource,
     tokenizer: PreTrainedTokenizerBase | None,
     tensors: Iterable[Mapping[str, torch.Tensor]],
     step: int | None = None,
 ) -> None:
     """Write an adapter as PEFT does or, with `plan` None, a Hugging Face checkpoint. Raises an
-    error that lists missing tensors. `generation` is `base_generation`; `step` None: the last."""
-    assert config.model is not None
-    card = run_card(config, model_config, step)
-    model_config, generation = copy.deepcopy((model_config, generation))
+    error that lists missing tensors. `step` None is the last one."""
+    card = run_card(config, source, step)
+    model_config, generation = copy.deepcopy((source.config, source.generation))
     told = config.data is not None and config.data.eos_token is not None
     if tokenizer is not None:
         align_tokens(model_config, generation, tokenizer, ends_as_told=told)
     if plan is None:
-        beside = weights_beside(config.model, config.base_dir, model_config)
+        beside = weights_beside(source)
         write_checkpoint(
             output, tensors, model_config, generation, tokenizer, beside=beside, card=card
         )
         return
-    name = config.model.name_or_path
-    base = None if name is None else resolve_model_path(name, config.base_dir)
-    classifier = None if config.model.task == "causal-lm" else model_config
-    write_adapter(output, tensors, plan, base, config.model.revision, tokenizer, card, classifier)
+    model = source.model
+    base = None if model.name_or_path is None else source.place
+    classifier = None if model.task == "causal-lm" else model_config
+    write_adapter(output, tensors, plan, base, model.revision, tokenizer, card, classifier)
 
 
-def run_card(config: Config, model_config: PretrainedConfig, step: int | None = None) -> str:
+def run_card(config: Config, source: ModelSource, step: int | None = None) -> str:
     """The card of the result after `step`; None: at the end of the run."""
-    model = config.model
-    assert model is not None
     data = config.data
     sets = data.eval_sets if data is not None else {}
     parts = data.parts if data is not None else []
@@ -381,7 +382,7 @@ def run_card(config: Config, model_config: PretrainedConfig, step: int | None = 
         f"{name.replace('_', ' ')} {value:.4g} (step {at})" for name, (at, value) in last.items()
     ]
     results = [
-        EvalResult(TAGS[model.task], names[0], names[0], "loss", last[key][1])
+        EvalResult(TAGS[source.model.task], names[0], names[0], "loss", last[key][1])
         for name, names in tested.items()
         if names and (key := loss_of(name)) in last
     ]
@@ -393,8 +394,8 @@ def run_card(config: Config, model_config: PretrainedConfig, step: int | None = 
         if name in told and value is not None and (of_texts or not name.startswith("data."))
     ]
     return model_card(
-        base_facts(model.name_or_path, model.revision, config.base_dir),
-        model_config,
+        base_facts(source),
+        source.config,
         adapter=config.adapter is not None,
         lists={
             "## Training data": trained or ["files that are not on the hub"],

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hetero_framework import registry
 from hetero_framework.cluster.cluster import Cluster
@@ -35,11 +35,11 @@ from hetero_framework.models.cut.language import meta_model, tower_lines
 from hetero_framework.models.cut.objective import ChunkedObjective
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange
-from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import task_of
-from hetero_framework.models.files.consistency import as_held, few, new_weights, stored_lines
-from hetero_framework.models.files.export import base_generation, weights_beside
+from hetero_framework.models.files.export import weights_beside
 from hetero_framework.models.files.quantization import check_devices, devices_known, mixed_lines
+from hetero_framework.models.files.source import ModelSource
+from hetero_framework.models.files.weights import few
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.models.sizing.memory import (
     StageMemory,
@@ -99,14 +99,13 @@ class Prepared:
     each stage has memory for, once the devices are known."""
 
     resolved: Resolved
-    model_config: PretrainedConfig
+    source: ModelSource
     tokenizer: PreTrainedTokenizerBase | None  # None for a model that reads no text
     data: TrainData
     adapter_plan: AdapterPlan | None
     memory: list[StageMemory]
     max_frame_bytes: int
     max_boundary_bytes: int
-    generation: GenerationConfig | None = None
     sampler: PromptSampler | None = None
     memory_limits: tuple[int, ...] | None = None
 
@@ -114,6 +113,11 @@ class Prepared:
     def config(self) -> Config:
         """The configuration for all processes."""
         return self.resolved.config
+
+    @property
+    def model_config(self) -> PretrainedConfig:
+        """The model's configuration."""
+        return self.source.config
 
     @cached_property
     def contents(self) -> dict[str, str | None]:
@@ -143,33 +147,18 @@ def prepare(
     if plan is not None:
         resolved = resolved.decide("shard_plan", list(plan), "the plan that the run had taken")
     quiet_libraries(resolved.config.training.log_level)
-    resolved, new = _as_its_files_hold_it(resolved, say)
+    resolved, source = _as_its_files_hold_it(resolved, say)
     config, training = resolved.config, resolved.config.training
-    assert config.model is not None
     own = None if training.reads_text else registry.find("data", training.data_kind)(config)
-    model_config = load_model_config(config.model, config.base_dir)
-    for line in codec_lines(config, model_config):
+    for line in _model_lines(config, source):
         say(line)
-    config.plan.covers(introspect(model_config).num_layers)
-    check_devices(config, model_config, devices_known(config, ["local"]))
-    here: dict[int | str, str] = {}
-    with suppress(DeviceError):  # a missing device is reported later
-        here = {"local": open_device(config.coordinator.device).name}
-    check_attention(config, here)
-    stored = stored_lines(config.model, config.base_dir)
-    for line in (*mixed_lines(config), *tower_lines(model_config), *stored):
-        say(line)
-    if config.adapter is None:
-        weights_beside(config.model, config.base_dir, model_config)  # or raises
-    generation = base_generation(config.model, config.base_dir, model_config)
-    check_compiled(config, model_config)
-    tokenizer, data = (None, own) if own else read_data(config, model_config, most=most)
+    tokenizer, data = (None, own) if own else read_data(config, source.config, most=most)
     for line in data.report:
         say(line)
-    resolved, model_config = with_labels(resolved, model_config, data)
-    config = resolved.config
+    resolved, source = with_labels(resolved, source, data)
+    config, model_config = resolved.config, source.config
     if config.adapter is not None:
-        resolved, adapter_plan = _with_adapter(resolved, config.adapter, model_config, new)
+        resolved, adapter_plan = _with_adapter(resolved, config.adapter, source)
     check_objective(config, model_config, adapter_plan)
     _admit_cut(config, model_config, say)
     if data.settings.one_row:
@@ -180,52 +169,75 @@ def prepare(
         resolved = resolve_loss_chunk(resolved, model_config, data.row_tokens)
     for decision in resolved.decisions:
         say(decision.reason)
-    config = resolved.config
+    return _sized(resolved, source, tokenizer, data, adapter_plan, say)
+
+
+def _sized(
+    resolved: Resolved,
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerBase | None,
+    data: TrainData,
+    adapter_plan: AdapterPlan | None,
+    say: Callable[[str], object],
+) -> Prepared:
+    """The settings with the memory of the stages and the sizes of what crosses between them."""
+    config, model_config = resolved.config, source.config
     memory = _stage_memory(config, model_config, data, adapter_plan)
     check_codec(config, model_config, adapter_plan, data.row_tokens)
     for line in crossing_lines(config, model_config, data.row_tokens):
         say(line)
     boundary, sampler = largest_boundary(config, model_config, data.row_tokens), None
     for sampler_of in asked("samplers", config):
-        sampler = sampler_of(config, model_config, tokenizer, generation)
+        sampler = sampler_of(config, model_config, tokenizer, source.generation)
         say(sampler.line)
         boundary = max(boundary, largest_boundary(config, model_config, sampler.longest, rows=1))
     frame = largest_frame(model_config, boundary)
-    about = (model_config, tokenizer, data, adapter_plan, memory, frame, boundary)
-    return Prepared(resolved, *about, generation, sampler)
+    about = (tokenizer, data, adapter_plan, memory, frame, boundary)
+    return Prepared(resolved, source, *about, sampler)
+
+
+def _model_lines(config: Config, source: ModelSource) -> Iterator[str]:
+    """Check the plan, the devices and the settings against the model; lines for the user."""
+    yield from codec_lines(config, source.dtype)
+    config.plan.covers(introspect(source.config).num_layers)
+    check_devices(config, source.config, devices_known(config, ["local"]))
+    here: dict[int | str, str] = {}
+    with suppress(DeviceError):  # a missing device is reported later
+        here = {"local": open_device(config.coordinator.device).name}
+    check_attention(config, here)
+    yield from (*mixed_lines(config), *tower_lines(source.config), *source.stored_lines())
+    if config.adapter is None:
+        weights_beside(source)  # or raises
+    _ = source.generation  # or raises
+    check_compiled(config, source.config)
 
 
 def _as_its_files_hold_it(
     resolved: Resolved, say: Callable[[str], object]
-) -> tuple[Resolved, Sequence[str]]:
-    """Decide what the model's files decide about its tied weights; also return the names of the
-    weights that they lack, which begin at random."""
-    config = resolved.config
-    assert config.model is not None
-    for warning in config.warnings():
-        say(f"warning: {warning}")
-    held, lines = as_held(config.model, config.base_dir)
-    for line in lines:
+) -> tuple[Resolved, ModelSource]:
+    """Decide what the model's files decide about its tied weights; also return the model."""
+    source, lines = ModelSource.of(resolved.config).held()
+    for line in (*resolved.config.warnings(), *lines):
         say(f"warning: {line}")
-    if new := new_weights(held, config.base_dir):
+    held = source.model
+    if new := source.new_weights:
         begin = "they begin at random, from training.seed"
         say(f"warning: the model {held.name_or_path!r} has no weights for {few(new)}: {begin}")
-    if held != config.model:
+    if held != resolved.config.model:
         reason = "the checkpoint holds both ends of its tied weights"
         tied = held.tie_word_embeddings
         resolved = resolved.decide("model.tie_word_embeddings", tied, reason)
-    return resolved, new
+    return resolved, source
 
 
 def _with_adapter(
-    resolved: Resolved, adapter: AdapterConfig, model_config: PretrainedConfig, new: Sequence[str]
+    resolved: Resolved, adapter: AdapterConfig, source: ModelSource
 ) -> tuple[Resolved, AdapterPlan]:
-    """Plan the adapter, with the settings of the one that it begins with. `new` are the names of
-    the model's weights that begin at random."""
+    """Plan the adapter, with the settings of the one that it begins with."""
     from hetero_framework.models.adapters.lora import explicit_settings, plan_adapter
 
-    plan = plan_adapter(model_config, adapter, resolved.config.base_dir)
-    _check_head(new, plan)
+    plan = plan_adapter(source.config, adapter, source.base_dir)
+    _check_head(source.new_weights, plan)
     for remark in plan.remarks:
         _log.warning("%s", remark)
     explicit = explicit_settings(adapter, plan)
@@ -233,7 +245,7 @@ def _with_adapter(
         reason = f"adapter: the settings are those of {adapter.init_from}"
         resolved = resolved.decide("adapter", explicit.model_dump(mode="json"), reason)
     if resolved.config.training.verify_architecture:
-        admit_adapter(model_config, plan)
+        admit_adapter(source.config, plan)
     return resolved, plan
 
 
@@ -255,16 +267,14 @@ def read_data(
 
 
 def with_labels(
-    resolved: Resolved, model_config: PretrainedConfig, data: TrainData
-) -> tuple[Resolved, PretrainedConfig]:
-    """The settings and the model's configuration with the head that the data need. Raises
-    ConfigError if that is not possible."""
-    model = resolved.config.model
-    if model is None or (head := head_for(model.task)) is None:
-        return resolved, model_config
-    resolved = resolved.decide("model", *head.decided(model, data))
-    assert resolved.config.model is not None
-    return resolved, load_model_config(resolved.config.model, resolved.config.base_dir)
+    resolved: Resolved, source: ModelSource, data: TrainData
+) -> tuple[Resolved, ModelSource]:
+    """The settings and the model with the head that the data need. Raises ConfigError if that is
+    not possible."""
+    if (head := head_for(source.model.task)) is None:
+        return resolved, source
+    resolved = resolved.decide("model", *head.decided(source.model, data))
+    return resolved, ModelSource.of(resolved.config)
 
 
 def replanned(prepared: Prepared, plan: Entries, facts: Facts, reason: str) -> Prepared:
@@ -325,11 +335,8 @@ def resolve_loss_chunk(resolved: Resolved, model_config: PretrainedConfig, token
     return resolved.decide("training.loss_chunk_tokens", limit, text)
 
 
-def codec_lines(config: Config, model_config: PretrainedConfig) -> list[str]:
-    """Lines on the effect of the `wire` section's codecs on this run's tensors."""
-    assert config.model is not None
-    name = config.model.dtype if config.model.dtype != "auto" else model_config.dtype
-    dtype = getattr(torch, str(name or "float32").removeprefix("torch."))
+def codec_lines(config: Config, dtype: torch.dtype) -> list[str]:
+    """Lines on the effect of the `wire` section's codecs on this run's tensors of type `dtype`."""
     lines = []
     chosen = (("activations", config.wire.activations), ("gradients", config.wire.gradients))
     for what, codec in chosen if len(config.shard_plan) > 1 else ():

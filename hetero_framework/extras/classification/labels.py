@@ -17,8 +17,8 @@ from hetero_framework.data.formats import columns_hint
 from hetero_framework.data.sources import Record, listed
 from hetero_framework.errors import DataError
 from hetero_framework.extras.classification.settings import MAX_LABELS, LabelSettings, ProblemType
-from hetero_framework.models.cut import shard
 from hetero_framework.models.cut.tiny import task_of
+from hetero_framework.models.files.source import ModelSource
 
 OF_TEXTS, OF_TOKENS = ("label", "labels"), ("labels", "tags", "ner_tags", "label")
 """Fields that may hold labels: the first of them that a record has does."""
@@ -125,7 +125,7 @@ class LabelFields:
         section = config.model
         assert section is not None
         model = LabelSettings.of(section)
-        names, written = model.label_names, shard.stated(section, config.base_dir)[0]
+        names, written = model.label_names, ModelSource.of(config).stated
         if model.num_labels is None and names is None and task_of(written) == section.task:
             given = (model_config.id2label or {}).items()
             names = stated_names(name for _, name in sorted(given))

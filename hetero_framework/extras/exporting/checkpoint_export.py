@@ -30,9 +30,9 @@ from hetero_framework.models.adapters.trainable import (
 from hetero_framework.models.cut.family import decided
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.partition import ranges_between
-from hetero_framework.models.cut.shard import load_model_config, load_shard
-from hetero_framework.models.files.consistency import as_held
-from hetero_framework.models.files.export import OutputDirectory, Tensors, base_generation
+from hetero_framework.models.cut.shard import load_shard
+from hetero_framework.models.files.export import OutputDirectory, Tensors
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointReader, CheckpointStore
 from hetero_framework.trainer.continuation import adapter_settings
@@ -59,9 +59,9 @@ def export_last_checkpoint(
         if reader is None:
             raise lost
         config, plan, directory = prepared.config, prepared.adapter_plan, prepared.config.result_dir
-        about = (prepared.model_config, prepared.generation, prepared.tokenizer)
-        output = OutputDirectory(directory, overwrite=True)
-        write_result(output, config, plan, *about, _tensors(reader, config, plan), reader.step)
+        output, source = OutputDirectory(directory, overwrite=True), prepared.source
+        tensors = _tensors(reader, source, plan)
+        write_result(output, config, plan, source, prepared.tokenizer, tensors, reader.step)
     except PeerLostError:
         raise
     except (HeteroError, OSError) as error:
@@ -90,17 +90,14 @@ def export_checkpoint(
     reader = _find(place)
     output.check(reader.directory, place)
     config = _configuration(reader, config_file)
-    assert config.model is not None
     quiet_libraries(config.training.log_level)
-    held, _ = as_held(config.model, config.base_dir)
-    config = config.with_changes(model={"tie_word_embeddings": held.tie_word_embeddings})
-    assert config.model is not None
-    model_config = load_model_config(config.model, config.base_dir)
-    plan = adapter_plan_of(config, model_config)
-    generation = base_generation(config.model, config.base_dir, model_config)
+    source, _ = ModelSource.of(config).held()
+    tied = source.model.tie_word_embeddings
+    config = config.with_changes(model={"tie_word_embeddings": tied})
+    plan = adapter_plan_of(config, source.config)
     tokenizer = load_tokenizer(config) if config.training.reads_text else None
-    about = (model_config, generation, tokenizer)
-    write_result(output, config, plan, *about, _tensors(reader, config, plan), reader.step)
+    tensors = _tensors(reader, source, plan)
+    write_result(output, config, plan, source, tokenizer, tensors, reader.step)
     return reader
 
 
@@ -143,21 +140,18 @@ def _configuration(reader: CheckpointReader, file: Path | None) -> Config:
 
 
 def _tensors(
-    reader: CheckpointReader, config: Config, plan: AdapterPlan | None
+    reader: CheckpointReader, source: ModelSource, plan: AdapterPlan | None
 ) -> Iterator[Tensors]:
     """The tensors of the result. An adapter that leaves the embeddings alone reads nothing of the
     base model; otherwise the base model is read block by block."""
-    assert config.model is not None
     if plan is not None and not plan.embedding_tensors:
         from hetero_framework.models.adapters.lora import tensors_of_plan
 
-        model_config = load_model_config(config.model, config.base_dir)
-        yield tensors_of_plan(model_config, plan, _weights(reader, plan.trainable))
+        yield tensors_of_plan(source.config, plan, _weights(reader, plan.trainable))
         return
-    settings = config.model.quantized(None)
-    count = introspect(load_model_config(settings, config.base_dir)).num_layers
-    for span in ranges_between(range(count + 1)):
-        shard = load_shard(settings, config.base_dir, span, open_device("cpu"), seed=0)
+    settings = source.model.quantized(None)
+    for span in ranges_between(range(introspect(source.config).num_layers + 1)):
+        shard = load_shard(settings, source.base_dir, span, open_device("cpu"), seed=0)
         attach_adapter(shard, plan, seed=0)
         trained = dict(trainable_parameters(shard))
         places: dict[str, torch.Tensor] = {**trained, **shard.statistics}

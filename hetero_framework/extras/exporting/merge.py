@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
-from transformers.utils.hub import cached_file
 
 from hetero_framework import repository
 from hetero_framework.config import ModelConfig
@@ -24,22 +23,20 @@ from hetero_framework.models.cut.family import head_for
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model
 from hetero_framework.models.cut.partition import ranges_between
-from hetero_framework.models.cut.shard import load_model_config, load_shard
+from hetero_framework.models.cut.shard import load_shard
 from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.files.card import base_facts, model_card
-from hetero_framework.models.files.consistency import as_held, stored_lines
 from hetero_framework.models.files.export import (
     OutputDirectory,
     Tensors,
     align_tokens,
-    base_generation,
     export_layers,
     weights_beside,
     write_checkpoint,
 )
 from hetero_framework.models.files.quantization import stored_quantization
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.files.weights import read_config
-from hetero_framework.repository import resolve_model_path
 
 _log = logging.getLogger(__name__)
 
@@ -61,26 +58,25 @@ def merge_adapter(
     Raises ModelError for a quantised base, ConfigError for an adapter that does not fit,
     CheckpointError when `output` holds something else, DataError for a tokenizer that brings code.
     """
-    base_dir = Path.cwd()
-    source = resolve_model_path(model, base_dir)
-    output.check(source, adapter_dir)
     settings = ModelConfig(name_or_path=model, revision=revision, dtype=dtype)
-    if (Path(adapter_dir).expanduser() / repository.CONFIG).exists():
-        beside = read_config(str(Path(adapter_dir).expanduser()), None)
+    output.check(ModelSource(settings, Path.cwd()).place, adapter_dir)
+    adapter_dir = adapter_dir.expanduser()
+    if (adapter_dir / repository.CONFIG).exists():
+        beside = read_config(str(adapter_dir), None)
         if (head := head_for(task_of(beside))) is not None:
             settings = head.found(settings, beside)
-    settings, warned = as_held(settings, base_dir)
+    source, warned = ModelSource(settings, Path.cwd()).held()
     for line in warned:
         _log.warning("%s", line)
-    for line in stored_lines(settings, base_dir):
+    for line in source.stored_lines():
         _log.info("%s", line)
-    config = load_model_config(settings, base_dir)
+    config = source.config
     if stored := stored_quantization(config):
         raise ModelError(
             f"{model} is quantised ({stored}); merging into it would round the adapter away",
             hint="give the full-precision model that the quantised one was made from",
         )
-    plan = plan_saved_adapter(config, Path(adapter_dir).expanduser())
+    plan = plan_saved_adapter(config, adapter_dir)
     if plan.unmergeable:
         raise ConfigError(
             f"the adapter has biases of its own (lora_bias), and {plan.unmergeable} of its layers"
@@ -92,15 +88,14 @@ def merge_adapter(
     if untie:
         for part in (out_config, out_config.get_text_config()):
             part.tie_word_embeddings = False
-    parts = _merged_layers(settings, base_dir, introspect(config).num_layers, plan, untie)
-    generation = base_generation(settings, base_dir, config)
+    generation = source.generation
     if (tokenizer := _tokenizer(str(adapter_dir))) is not None:  # the adapter was trained with it
         align_tokens(out_config, generation, tokenizer)
     else:
-        tokenizer = _tokenizer(source, revision)
-    others = weights_beside(settings, base_dir, config)
-    facts = base_facts(model, revision, base_dir)
-    card = model_card(facts, out_config, adapter=False, lists={"## Made from": _MERGED})
+        tokenizer = _tokenizer(source.place, revision)
+    lists = {"## Made from": _MERGED}
+    card = model_card(base_facts(source), out_config, adapter=False, lists=lists)
+    parts, others = _merged_layers(source, plan, untie), weights_beside(source)
     write_checkpoint(output, parts, out_config, generation, tokenizer, beside=others, card=card)
 
 
@@ -110,12 +105,10 @@ def _adapts_a_tied_end(config: PretrainedConfig, plan: AdapterPlan) -> bool:
     return bool(ends & {*plan.modules, *plan.saved_modules})
 
 
-def _merged_layers(
-    settings: ModelConfig, base_dir: Path, count: int, plan: AdapterPlan, untie: bool
-) -> Iterator[Tensors]:
-    device = open_device("cpu")
+def _merged_layers(source: ModelSource, plan: AdapterPlan, untie: bool) -> Iterator[Tensors]:
+    device, count = open_device("cpu"), introspect(source.config).num_layers
     for span in ranges_between(range(count + 1)):
-        shard = load_shard(settings, base_dir, span, device, seed=0)
+        shard = load_shard(source.model, source.base_dir, span, device, seed=0)
         for target in shard.ties if untie else ():
             # It may share memory with its source in this shard; a merge may change only one.
             weight = shard.model.get_parameter(target)
@@ -133,14 +126,8 @@ def _merged_layers(
 
 def _tokenizer(source: str, revision: str | None = None) -> PreTrainedTokenizerBase | None:
     """The tokenizer in a directory or repository; None where there is none."""
-    has_one = cached_file(
-        source,
-        repository.TOKENIZER,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    if has_one is None:
+    files = repository.settings_files(source, revision, [repository.TOKENIZER])
+    if repository.TOKENIZER not in (path.name for path in files):
         return None
     try:
         return read_tokenizer(source, revision)

@@ -27,8 +27,9 @@ from hetero_framework.extras.host_memory.streamed_layers import (
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.partition import ShardRange, ranges_between
 from hetero_framework.models.cut.reuse import ReusableModules
-from hetero_framework.models.cut.shard import Shard, build_shard, load_model_config
+from hetero_framework.models.cut.shard import Shard, build_shard
 from hetero_framework.models.cut.tiny import probe_inputs, shrink
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 from hetero_framework.models.rng import seed_cpu
 from hetero_framework.models.verify.equivalence import deterministic, gradients, own_code, question
@@ -49,9 +50,7 @@ def reside(
     entry, layers = config.shard_plan[spec.index], None
     if entry.offload:
         assert isinstance(entry.offload, int)
-        assert config.model is not None
-        model = load_model_config(config.model, config.base_dir)
-        admit_streaming(model)
+        admit_streaming(ModelSource.of(config).config)
         shard, layers = load_streamed(load, rng, kept, device, entry.offload)
     else:
         shard = load(rng, kept)

@@ -4,41 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from hetero_framework import repository
 from hetero_framework.errors import ModelError
 from hetero_framework.extras.multimodal.towers import AbsentPart
 from hetero_framework.models.cut.language import lies_in, on_meta, towers
-from hetero_framework.models.cut.shard import config_dtype
 from hetero_framework.models.cut.tiny import stock_class
 from hetero_framework.models.files.export import copy_processor
-from hetero_framework.models.files.weights import Checkpoint, checkpoint_form, renaming
-from hetero_framework.repository import resolve_model_path
-
-if TYPE_CHECKING:
-    from hetero_framework.config import ModelConfig
+from hetero_framework.models.files.source import ModelSource
+from hetero_framework.models.files.weights import (
+    Checkpoint,
+    checkpoint_form,
+    config_dtype,
+    few,
+    renaming,
+)
 
 
 class NonTextWeights:
     """The tensors of the towers in a checkpoint, under the names that the model's class saves, and
     the settings of its processor. Raises ModelError unless all tensors are there."""
 
-    def __init__(self, config: PretrainedConfig, checkpoint: Checkpoint) -> None:
+    def __init__(self, source: ModelSource) -> None:
+        config, checkpoint = source.config, source.checkpoint
         self._checkpoint, self._dtype = checkpoint, config_dtype(config)
-        source, hint = (checkpoint.source, checkpoint.revision), "take that entry out of the file"
-        repository.refuse_code(*source, repository.PROCESSORS, ModelError, hint)
+        place, hint = (checkpoint.source, checkpoint.revision), "take that entry out of the file"
+        repository.refuse_code(*place, repository.PROCESSORS, ModelError, hint)
         self._model = on_meta(stock_class(config), config)
         self._names = {*self._model.state_dict()}
         self._shapes, self._sources, missing = _placed(self._model, towers(config), checkpoint)
         if missing:
-            shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise ModelError(
                 f"the checkpoint {checkpoint.source!r} lacks {len(missing)} weights that text does"
-                f" not use, but that the finished model has to hold: {shown}",
+                f" not use, but that the finished model has to hold: {few(missing)}",
                 hint="take a checkpoint of the whole model, or train an adapter",
             )
 
@@ -62,19 +63,16 @@ class NonTextWeights:
         copy_processor(self._checkpoint.source, self._checkpoint.revision, folder)
 
 
-def non_text_weights(
-    model: ModelConfig, base_dir: Path, config: PretrainedConfig
-) -> NonTextWeights:
-    """The non-text weights of the model in the `model` section. Raises ModelError as
-    `NonTextWeights`, and for a model with random weights, which has none to copy."""
-    if model.name_or_path is None:
+def non_text_weights(source: ModelSource) -> NonTextWeights:
+    """The non-text weights of a model. Raises ModelError as `NonTextWeights`, and for a model with
+    random weights, which has none to copy."""
+    if not source.has_checkpoint:
         raise ModelError(
-            f"text alone does not train {', '.join(towers(config))}, and model.from_config gives"
-            " no weights to copy there",
+            f"text alone does not train {', '.join(towers(source.config))}, and model.from_config"
+            " gives no weights to copy there",
             hint="name a checkpoint of the whole model, or train an adapter",
         )
-    source = resolve_model_path(model.name_or_path, base_dir)
-    return NonTextWeights(config, Checkpoint(source, model.revision))
+    return NonTextWeights(source)
 
 
 def _placed(

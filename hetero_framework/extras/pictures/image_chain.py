@@ -36,9 +36,9 @@ from hetero_framework.extras.chains.chain_family import Chains, forms_of
 from hetero_framework.extras.chains.chain_objective import ChainLoss
 from hetero_framework.extras.classification.heads import set_labels
 from hetero_framework.models.cut.language import WeightUses
-from hetero_framework.models.cut.shard import stated
 from hetero_framework.models.cut.side import Way, put_at, tensors_at
 from hetero_framework.models.cut.tiny import config_for, stock_class
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 from hetero_framework.units import plural
 
@@ -384,7 +384,8 @@ class Pictures(Chains):
     """Cuts a classifier as a chain: the part in front of its blocks, each block, and the rest."""
 
     def read(self, model: ModelConfig, base_dir: Path) -> ImageConfig:
-        config, place = stated(model, base_dir)
+        source = ModelSource(model, base_dir)
+        config = source.stated
         if type(config) not in AutoModelForImageClassification._model_mapping:
             raise ArchitectureError(
                 f"transformers has no class for image-classification of model type"
@@ -392,8 +393,8 @@ class Pictures(Chains):
                 hint="choose another model, or another training.objective",
             )
         set_labels(config, model)
-        source = place if model.name_or_path is not None else None
-        return ImageConfig(config.to_dict(), source, model.revision, forms=forms_of(model))
+        place = None if model.name_or_path is None else source.place
+        return ImageConfig(config.to_dict(), place, model.revision, forms=forms_of(model))
 
     def tiny(self, config: PretrainedConfig) -> ImageConfig:
         """A classifier with random weights, for pictures of the configuration's size."""

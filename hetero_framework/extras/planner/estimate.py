@@ -37,9 +37,8 @@ from hetero_framework.extras.planner.known_devices import (
 from hetero_framework.extras.planner.measuring import ModelCost, PartCost, profile_of
 from hetero_framework.extras.planner.work import ModelWork, PartWork, model_work
 from hetero_framework.models.cut.introspect import introspect
-from hetero_framework.models.cut.shard import load_model_config
-from hetero_framework.models.files.consistency import stored_lines
 from hetero_framework.models.files.quantization import check_devices, stored_quantization
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.units import bit_rate, share, size
 
 DEFAULT_BANDWIDTH = "1Gbit/s"
@@ -57,15 +56,15 @@ def estimate_fleet(
     """The estimated profile of the machines of `config`, and as JSON types its assumptions and how
     far it may be off. `devices` are as in "1=RTX 3090". `bandwidths` are as in "1Gbit/s" for all
     processes and "2=100Mbit/s" for one. A worker in `excluded` needs no device. Raises UserError
-    for wrong options, and what `load_model_config` and `model_work` raise."""
+    for wrong options, and what `ModelSource` and `model_work` raise."""
     config.require("model")
-    assert config.model is not None
     for name in excluded:
         config.worker(name)
     ids = ["local", *(w.id for w in config.workers if str(w.id) not in excluded)]
     needed = [text for text in devices if text.partition("=")[0] not in excluded]
     known, rates = _devices(config, ids, needed), _rates(ids, bandwidths)
-    model = load_model_config(config.model, config.base_dir)
+    source = ModelSource.of(config)
+    model = source.config
     # The plan in the file does not count: any of these processes may hold layers.
     fleet = config.with_changes(shard_plan=AUTO)
     check_devices(fleet, model, {id: _no_four_bit(known[id]) for id in ids})
@@ -79,7 +78,7 @@ def estimate_fleet(
         {id: (d.usable_host_bytes, _link(d)) for id, d in known.items() if d.host_bytes},
     )
     about = _about(known, rates, works["local"])
-    about["assumed"] += stored_lines(config.model, config.base_dir)
+    about["assumed"] += source.stored_lines()
     return profile, {**about, "job": _job(config, model, ids)}
 
 
@@ -133,7 +132,7 @@ def paper_config(
     lack 4 bits hold a quantised model in full precision. Raises as `estimate_fleet` does."""
     named = {text.partition("=")[0]: text.partition("=")[2] for text in devices}
     ids = [owner for owner in named if owner != "local"]
-    loaded = load_model_config(ModelConfig(name_or_path=model), Path.cwd())
+    loaded = ModelSource(ModelConfig(name_or_path=model), Path.cwd()).config
     answers = Answers(model, [f"worker-{k}" for k, _ in enumerate(ids)], adapter=adapter)
     layers = introspect(loaded).num_layers
     raw = propose(answers, layers, hostname=None, own_address="127.0.0.1")

@@ -26,8 +26,8 @@ from hetero_framework.engine.hosts import DirectLost, LinkLost
 from hetero_framework.errors import HeteroError, PeerLostError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, remote_measurement
 from hetero_framework.extras.planner.measuring import ModelCost, profile_of
-from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.quantization import check_devices, devices_known
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.sizing.memory import parts_by_process
 from hetero_framework.security.access import Access
 from hetero_framework.trainer.signals import StopRequest
@@ -73,8 +73,7 @@ def _measured(
     config: Config, access: Access | None, anew: bool
 ) -> Iterator[tuple[Cluster, FleetProfile]]:
     config.require("model")
-    assert config.model is not None
-    model = load_model_config(config.model, config.base_dir)
+    model = ModelSource.of(config).config
     check_devices(config, model, devices_known(config, ["local"]))
     began = time.monotonic()
     with StopRequest(), tempfile.TemporaryDirectory(prefix="hetero-plan-") as folder:

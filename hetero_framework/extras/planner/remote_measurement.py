@@ -28,7 +28,7 @@ from hetero_framework.core.messages import Message
 from hetero_framework.errors import ProtocolError, ResourceError
 from hetero_framework.extras.planner.measuring import ModelCost, measure
 from hetero_framework.models.cut.introspect import introspect
-from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.sizing.memory import memory_of_parts
 
 _KIND = "costs"
@@ -128,7 +128,7 @@ def measured(data: Any) -> dict[str, Any]:
         named = section.model_dump(mode="json")
         kept = {name: named[name] for name in ("attn_implementation", "dtype")}
         section = ModelConfig(from_config=data["model"], tokenizer="none", **kept)
-    model = load_model_config(section, config.base_dir)
+    model = ModelSource(section, config.base_dir).config
     device = open_device(config.worker(data["worker"]).device)
     _check_size(config, model, device)
     costs = model_costs(config, model, device, anew=bool(data.get("anew")))

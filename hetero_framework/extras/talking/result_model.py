@@ -16,9 +16,8 @@ from hetero_framework.errors import UserError
 from hetero_framework.extras.talking.generation import Choice, Generator, TakeToken
 from hetero_framework.extras.talking.prompts import Prompt, PromptReader, check_prompts, is_chat
 from hetero_framework.models.cut.introspect import introspect
-from hetero_framework.models.cut.shard import load_model_config
-from hetero_framework.models.files.export import base_generation
 from hetero_framework.models.files.quantization import check_devices
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.library import quiet_libraries
 from hetero_framework.models.sizing.memory import estimate_memory
 from hetero_framework.security.access import Access
@@ -43,9 +42,9 @@ class Talk:
     """
 
     def __init__(self, config: Config) -> None:
-        assert config.model is not None
         quiet_libraries(config.training.log_level)
-        self._model_config = model = load_model_config(config.model, config.base_dir)
+        source = ModelSource.of(config)
+        self._model_config = model = source.config
         self._structure = introspect(model)
         config.plan.covers(self._structure.num_layers)
         check_devices(config, model, {})
@@ -56,10 +55,9 @@ class Talk:
             self._adapter = plan = plan_adapter(model, config.adapter, config.base_dir)
             explicit = explicit_settings(config.adapter, plan)
             config = config.with_changes(adapter=explicit)
-        generation = base_generation(config.model, config.base_dir, model)  # type: ignore[arg-type]
         self._config, self.tokenizer = config, load_tokenizer(config)
         self._generator = Generator(
-            config, model, self.tokenizer, generation, most_tokens=_MOST_TOKENS
+            config, model, self.tokenizer, source.generation, most_tokens=_MOST_TOKENS
         )
         self.is_chat = is_chat(config, self.tokenizer)
         self.reader = PromptReader(self.tokenizer, config.data, chat=self.is_chat)
@@ -148,7 +146,7 @@ def with_result(config: Config, result: Path | None, *, base: bool, local: bool)
         raw["adapter"] = None
         raw["model"] |= {"name_or_path": str(folder), "revision": None, "from_config": None}
     if local:
-        layers = introspect(load_model_config(config.model, config.base_dir)).num_layers
+        layers = introspect(ModelSource.of(config).config).num_layers
         raw["shard_plan"] = [{"id": "local", "start": 0, "end": layers}]
         raw["workers"] = []
     return Config.from_dict(raw, config.base_dir)

@@ -17,15 +17,12 @@ from hetero_framework.models.cut.family import family_named
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, towers
 from hetero_framework.models.cut.partition import ShardRange, ranges_between
-from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import shrink, tiny_config
-from hetero_framework.models.files.consistency import as_held
 from hetero_framework.models.files.quantization import stored_quantization
-from hetero_framework.models.files.weights import Checkpoint
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.library import quiet_library
 from hetero_framework.models.verify.boundary_contents import tiny_crossing
 from hetero_framework.models.verify.equivalence import Comparison, compare
-from hetero_framework.repository import resolve_model_path
 
 if TYPE_CHECKING:
     from hetero_framework.extras.padding_free.packing import Packing
@@ -78,11 +75,10 @@ def verify_model(
     """
     checkpoint = None
     if config is not None and config.model is not None:
-        held, _ = as_held(config.model, config.base_dir)
-        model_config = load_model_config(held, config.base_dir)
+        source, _ = ModelSource.of(config).held()
+        model_config = source.config
         if config.model.name_or_path is not None and _fits(model_config):
-            source = resolve_model_path(str(config.model.name_or_path), config.base_dir)
-            checkpoint = Checkpoint(source, config.model.revision)
+            checkpoint = source.checkpoint
         else:
             model_config = shrink(model_config)
     elif model_type is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 
+from hetero_framework import registry
 from hetero_framework.config import Config, process_name
 from hetero_framework.core.devices import Support
 from hetero_framework.errors import DeviceError
@@ -30,6 +31,12 @@ def attention_support(name: str, kind: str) -> Support:
     if name == "flex_attention" and kind not in (*_GPUS, "xpu"):
         return Support(False, f"torch's flex attention has no backward on {kind}")
     return Support(True, "")
+
+
+def make_known(name: str | None) -> None:
+    """Register an attention that an extra brings with transformers."""
+    if name is not None and registry.has("attention", name):
+        registry.find("attention", name)()
 
 
 def check_installed(name: str | None) -> None:

@@ -88,13 +88,10 @@ class CausalLM(ChunkedObjective):
                 look=look,
             )
         else:
-            tokens_only, smoother = backward is None, self._smoother
+            only, smoother = backward is None, self._smoother
             with running():
                 loss = shard.loss(
-                    *(inputs, received, divisor),
-                    tokens_only=tokens_only,
-                    smoother=smoother,
-                    look=look,
+                    inputs, received, divisor, tokens_only=only, smoother=smoother, look=look
                 )
             if differentiate is not None:
                 differentiate(loss)

@@ -30,16 +30,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hetero_framework import registry
-from hetero_framework.core import frames
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models.cut import partition
-from hetero_framework.models.cut.attention import check_installed
+from hetero_framework.models.cut.attention import make_known
 from hetero_framework.models.cut.codebooks import for_model
-from hetero_framework.models.cut.family import family_asked, family_of, head_for
+from hetero_framework.models.cut.family import family_of, head_for
 from hetero_framework.models.cut.introspect import BlockForm, introspect
 from hetero_framework.models.cut.known_masks import knowing, register_known_masks
 from hetero_framework.models.cut.language import lies_in
@@ -56,21 +54,19 @@ from hetero_framework.models.cut.side import (
     shown_form,
     tensor_at,
 )
-from hetero_framework.models.cut.tiny import config_for, task_of
+from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.files.fingerprint import Fingerprint, fingerprint
 from hetero_framework.models.files.quantization import quantization_config
+from hetero_framework.models.files.source import ModelSource, new_names
 from hetero_framework.models.files.weights import (
     Checkpoint,
-    as_loaded,
-    check_quantizer,
-    check_settings,
-    read_config,
+    config_dtype,
+    few,
     refuse_wrapped,
     renaming,
 )
-from hetero_framework.models.library import LIBRARY_ERRORS, ONE_AT_A_TIME, quiet_library
+from hetero_framework.models.library import ONE_AT_A_TIME, quiet_library
 from hetero_framework.models.rng import derive_seed, seed_cpu
-from hetero_framework.repository import resolve_model_path
 
 if TYPE_CHECKING:
     from hetero_framework.config import ModelConfig
@@ -87,84 +83,6 @@ _GIVEN = ("attention_mask", "position_ids", "token_type_ids")
 _Part = Literal["whole", "blocks", "head"]
 
 
-def load_model_config(model: ModelConfig, base_dir: Path) -> PretrainedConfig:
-    """The transformers configuration that the `model` section names: the one gate for all models.
-    Raises ModelError, also for settings that would load code, and DeviceError where the attention
-    is not installed."""
-    if (family := family_asked(model)) is not None:
-        return family.read(model, base_dir)
-    config, place = stated(model, base_dir)
-    if model.attn_implementation is not None:
-        _make_known(model.attn_implementation)  # quantising looks at a model before one is built
-        config._attn_implementation = model.attn_implementation
-    config = config_for(config, model.task)
-    if (head := head_for(model.task)) is not None:
-        head.enter(model, config)
-    _check_built(config, place)
-    as_loaded(config)
-    if model.tie_word_embeddings is not None:
-        for part in (config, config.get_text_config()):
-            part.tie_word_embeddings = model.tie_word_embeddings
-    if model.router_aux_loss_coef is not None:
-        _set_router_loss(config, model.router_aux_loss_coef)
-    return config
-
-
-def _make_known(attention: str | None) -> None:
-    """Register an attention that an extra brings with transformers."""
-    if attention is not None and registry.has("attention", attention):
-        registry.find("attention", attention)()
-
-
-def stated(model: ModelConfig, base_dir: Path) -> tuple[PretrainedConfig, str]:
-    """The configuration as it is written, and the place where it is."""
-    if model.from_config is None:
-        place = resolve_model_path(str(model.name_or_path), base_dir)
-        return read_config(place, model.revision), place
-    fields, place = dict(model.from_config), "model.from_config"
-    check_settings(fields, place)
-    try:
-        return AutoConfig.for_model(fields.pop("model_type"), **fields), place
-    except LIBRARY_ERRORS as error:
-        raise ModelError(
-            f"model.from_config is not a configuration of an installed architecture: {error}"
-        ) from error
-
-
-def _check_built(config: PretrainedConfig, place: str) -> None:
-    """Raise ModelError for problems that show only in a configuration as the library reads it."""
-    text: Any = config.get_text_config()
-    if not isinstance(text, PretrainedConfig):
-        raise ModelError(
-            f"{place}: a {config.model_type} model has no part for text, but its settings hold"
-            f" {frames.brief(text)} for one",
-            hint="take that entry out (text_config, decoder, generator, ...)",
-        )
-    for part in (config, text):
-        check_quantizer(getattr(part, "quantization_config", None), place)
-        attention = part._attn_implementation
-        if "/" in str(attention):
-            raise ModelError(
-                f"{place}: its attention {attention!r} would be a repository of native code, which"
-                " is never run here",
-                hint='set model.attn_implementation to "sdpa", or install the package that has it',
-            )
-        if isinstance(attention, str):  # transformers might take a kernel of the hub in its place
-            check_installed(attention)
-
-
-def _set_router_loss(config: PretrainedConfig, weight: float) -> None:
-    """Set the weight of the routers' loss. Raises ModelError where the architecture has none."""
-    text: Any = config.get_text_config()
-    if not (hasattr(text, "output_router_logits") and hasattr(text, "router_aux_loss_coef")):
-        raise ModelError(
-            f"model.router_aux_loss_coef is {weight:g}, but a {config.model_type} model has no"
-            " router_aux_loss_coef",
-            hint="take it out",
-        )
-    text.output_router_logits, text.router_aux_loss_coef = weight > 0, weight
-
-
 def load_shard(
     model: ModelConfig,
     base_dir: Path,
@@ -177,20 +95,18 @@ def load_shard(
     """Load the shard that `rng` names onto `device`. Only its own tensors are read, except those
     that are `kept` in memory. With `model.from_config` the weights are random. Raises as
     `build_shard`, `quantization_config`."""
-    config = load_model_config(model, base_dir)
-    dtype = None if model.dtype == "auto" else getattr(torch, model.dtype)
+    source = ModelSource(model, base_dir)
+    config, dtype, place = source.config, source.dtype, device.torch_device
     build = functools.partial(
-        build_shard, config, rng=rng, dtype=dtype, device=device.torch_device, kept=kept
+        build_shard, config, rng=rng, dtype=dtype, device=place, seed=seed, kept=kept
     )
-    if model.name_or_path is None or family_of(config) is not None:
-        return build(checkpoint=None, seed=seed)
-    compute_dtype = dtype or config_dtype(config)
-    quantization = quantization_config(model.quantization, config, compute_dtype, device)
+    if not source.has_checkpoint:
+        return build(checkpoint=None)
+    quantization = quantization_config(model.quantization, config, dtype, device)
     if isinstance(quantization, dict):
         config.quantization_config, quantization = quantization, None
-    source = resolve_model_path(str(model.name_or_path), base_dir)
-    checkpoint = Checkpoint(source, model.revision)
-    shard = build(checkpoint=checkpoint, quantization=quantization, seed=seed)
+    checkpoint = source.checkpoint
+    shard = build(checkpoint=checkpoint, quantization=quantization)
     shard.fingerprint = {**kept.fingerprint, **fingerprint(checkpoint, checkpoint.used)}
     return shard
 
@@ -211,7 +127,7 @@ def build_shard(
     the device "meta" there are no weights. Modules `kept` of an earlier shard are taken as they
     are. `dtype` None takes the configuration's. Raises ModelError (files), ArchitectureError (a
     model that cannot be cut)."""
-    _make_known(config._attn_implementation)
+    make_known(config._attn_implementation)
     register_known_masks()
     device, dtype = torch.device(device), dtype or config_dtype(config)
     if (family := family_of(config)) is not None:
@@ -228,33 +144,17 @@ def build_shard(
             return name in sources or (whole.holds(name, rng) and not kept.has(name, whole))
 
         cls = partition.shard_class(whole, is_read)
-        model: Any
-        report: dict[str, Any]
         with torch.device("meta"):
-            model = cls._from_config(copy.deepcopy(config), dtype=dtype)
+            model: Any = cls._from_config(copy.deepcopy(config), dtype=dtype)
         if device.type == "meta":
             model.tie_weights(recompute_mapping=False)
         elif checkpoint is None:
             _fill_at_random(model, seed)
             model.to(device)
         else:
-            wanted, lent = _key_filter(model, whole, checkpoint)
             new = _new_weights(model, new_names(whole, model, checkpoint), seed)
-            quantized = quantization is not None or hasattr(config, "quantization_config")
-            with quiet_library(), checkpoint.slices(wanted, dtype, device) as slices:
-                model, report = cls.from_pretrained(  # type: ignore[misc]
-                    None,
-                    config=config,
-                    state_dict={lent.get(key, key): part for key, part in slices.items()} | new,
-                    dtype=dtype,
-                    device_map={"": device} if quantized or device.type != "cpu" else None,
-                    quantization_config=quantization,
-                    ignore_mismatched_sizes=True,  # named below
-                    output_loading_info=True,
-                )
-            _check_read(report, config, whole, checkpoint)
-            model.config.name_or_path = checkpoint.source
-            _check_finite(model, checkpoint.source)
+            how = {"dtype": dtype, "quantization_config": quantization}
+            model = _read(model, config, whole, checkpoint, device, new, how)
         kept.put_into(model, whole)
         partition.fill_absent(model)
         if targets:
@@ -272,6 +172,35 @@ def _fill_at_random(model: PreTrainedModel, seed: int) -> None:
     model.tie_weights(recompute_mapping=False)
 
 
+def _read(
+    model: Any,
+    config: PretrainedConfig,
+    whole: Skeleton,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    new: dict[str, Tensor],
+    how: dict[str, Any],
+) -> Any:
+    """A model of this class with the weights of a checkpoint, and the `new` ones that it lacks.
+    `how` are settings of from_pretrained. Raises ModelError."""
+    wanted, lent = _key_filter(model, whole, checkpoint)
+    quantized = how["quantization_config"] is not None or hasattr(config, "quantization_config")
+    with quiet_library(), checkpoint.slices(wanted, how["dtype"], device) as slices:
+        made, report = type(model).from_pretrained(
+            None,
+            config=config,
+            state_dict={lent.get(key, key): part for key, part in slices.items()} | new,
+            device_map={"": device} if quantized or device.type != "cpu" else None,
+            ignore_mismatched_sizes=True,  # named below
+            output_loading_info=True,
+            **how,
+        )
+    _check_read(report, config, whole, checkpoint)
+    made.config.name_or_path = checkpoint.source
+    _check_finite(made, checkpoint.source)
+    return made
+
+
 def _check_read(
     report: Mapping[str, Any], config: PretrainedConfig, whole: Skeleton, checkpoint: Checkpoint
 ) -> None:
@@ -287,10 +216,9 @@ def _check_read(
         )
     if missing := sorted(report["missing_keys"]):
         refuse_wrapped(checkpoint, whole.names)
-        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise ModelError(
             f"the checkpoint {checkpoint.source!r} lacks {len(missing)} weights that its"
-            f" config.json asks for: {shown}"
+            f" config.json asks for: {few(missing)}"
         )
 
 
@@ -307,11 +235,6 @@ def _check_finite(model: torch.nn.Module, source: str) -> None:
                 f"{name} of the model {source!r} holds {wrong} numbers that are infinite or NaN",
                 hint="the file is damaged; copy or download the model again",
             )
-
-
-def config_dtype(config: PretrainedConfig) -> torch.dtype:
-    dtype = config.dtype or torch.float32
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _key_filter(
@@ -343,18 +266,6 @@ def _key_filter(
         return name in names
 
     return wanted, lent
-
-
-def new_names(whole: Skeleton, model: PreTrainedModel, checkpoint: Checkpoint) -> list[str]:
-    """The weights of `model`, a whole classifier or a shard of it, that are behind the layers and
-    that the checkpoint lacks."""
-    if task_of(model.config) == "causal-lm":
-        return []
-    rename = renaming(model, dict.fromkeys(whole.names, True))
-    there, here = {rename(key) for key in checkpoint.parts}, dict(model.named_parameters())
-    structure = whole.structure
-    behind = [n for n, owner in structure.owner.items() if owner >= structure.num_layers]
-    return [name for name in behind if name in here and name not in there]
 
 
 def _new_weights(model: PreTrainedModel, names: list[str], seed: int) -> dict[str, Tensor]:

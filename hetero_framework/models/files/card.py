@@ -26,8 +26,7 @@ from hetero_framework.errors import ModelError
 from hetero_framework.models.cut.family import as_saved, family_of
 from hetero_framework.models.cut.tiny import stock_class, task_of
 from hetero_framework.models.files.export import CARD
-from hetero_framework.models.files.weights import quantization_of, stored_format
-from hetero_framework.repository import CONFIG, read_json, resolve_model_path
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.versions import installed
 
 TAGS = {
@@ -102,28 +101,21 @@ def is_hub_name(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII) is not None
 
 
-def base_facts(
-    name_or_path: str | None, revision: str | None, base_dir: Path
-) -> tuple[str | None, dict[str, str], str | None]:
+def base_facts(source: ModelSource) -> tuple[str | None, dict[str, str], str | None]:
     """A model's name on the hub (None for a directory), its licence by its own card, and the form
-    in which its weights are stored (`stored_format`), as far as its files are on this machine.
-    Nothing for a model with random weights."""
-    if name_or_path is None:
+    in which its weights are stored, as far as its files are on this machine. Nothing for a model
+    with random weights."""
+    if source.model.name_or_path is None:
         return None, {}, None
-    source = resolve_model_path(name_or_path, base_dir)
-    is_here = Path(source).is_dir()
-
-    def found(name: str) -> Path:
-        cached = None if is_here else try_to_load_from_cache(source, name, revision=revision)
-        return Path(cached) if isinstance(cached, str) else Path(source, name)
-
+    place, revision, form = source.place, source.model.revision, None
+    is_here = Path(place).is_dir()
+    cached = None if is_here else try_to_load_from_cache(place, CARD, revision=revision)
     try:
-        data = metadata_load(found(CARD)) or {}
+        data = metadata_load(cached if isinstance(cached, str) else Path(place, CARD)) or {}
     except (OSError, ValueError, yaml.YAMLError):  # none, or one that nobody can read
         data = {}
     terms = {key: data.get(key) for key in ("license", "license_name")}
     kept = {key: value for key, value in terms.items() if isinstance(value, str)}
-    form = None
     with suppress(ModelError):  # not here
-        form = stored_format(quantization_of(read_json(found(CONFIG), ModelError)))
-    return source if not is_here and is_hub_name(source) else None, kept, form
+        form = source.form
+    return place if not is_here and is_hub_name(place) else None, kept, form

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -38,12 +38,12 @@ from hetero_framework.errors import CheckpointError, ModelError, ResourceError, 
 from hetero_framework.models.adapters.adapter_plan import ADAPTER_WEIGHTS, PEFT_TASKS, AdapterPlan
 from hetero_framework.models.cut.family import as_saved, family_of
 from hetero_framework.models.cut.language import meta_model, model_class, towers
-from hetero_framework.models.files.weights import INDEX_FILE, SINGLE_FILE, checkpoint_form
-from hetero_framework.models.library import briefly, quiet_library
+from hetero_framework.models.files.weights import INDEX_FILE, SINGLE_FILE, checkpoint_form, few
+from hetero_framework.models.library import quiet_library
 
 if TYPE_CHECKING:
-    from hetero_framework.config import ModelConfig
     from hetero_framework.models.cut.shard import Shard
+    from hetero_framework.models.files.source import ModelSource
 
 Tensors = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
@@ -95,31 +95,6 @@ def expected_checkpoint_tensors(config: PretrainedConfig) -> Shapes:
     left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
     state = {key: t for key, t in model.state_dict().items() if key not in left_out}
     return {key: tuple(t.shape) for key, t in checkpoint_form(model, state).items()}
-
-
-def base_generation(
-    model: ModelConfig, base_dir: Path, config: PretrainedConfig
-) -> GenerationConfig | None:
-    """The generation configuration of the model that the `model` section names, as transformers
-    reads it with the weights; None for a class that generates no text. Raises ModelError."""
-    if not model_class(config).can_generate():
-        return None
-    if model.name_or_path is None:
-        return GenerationConfig.from_model_config(config)
-    source = repository.resolve_model_path(model.name_or_path, base_dir)
-    options: Any = {"revision": model.revision or "main"}
-    try:
-        with quiet_library():
-            try:
-                return GenerationConfig.from_pretrained(source, **options)
-            except OSError:  # there is none
-                options |= {"config_file_name": repository.CONFIG, "_from_model_config": True}
-                return GenerationConfig.from_pretrained(source, **options)
-    except (OSError, ValueError, TypeError) as error:
-        raise ModelError(
-            f"{repository.GENERATION} of the model {source!r} cannot be used: {briefly(error)}",
-            hint="correct it there, or take it away",
-        ) from error
 
 
 def align_tokens(
@@ -228,14 +203,12 @@ def write_checkpoint(
         output.put_card(card)
 
 
-def weights_beside(
-    model: ModelConfig, base_dir: Path, config: PretrainedConfig
-) -> WeightsBeside | None:
+def weights_beside(source: ModelSource) -> WeightsBeside | None:
     """The weights of the finished model beside its language model; None for a model of one part.
     Raises ModelError where some of these weights are missing."""
-    if not towers(config):
+    if not towers(source.config):
         return None
-    found: WeightsBeside = registry.find("multimodal", "weights")(model, base_dir, config)
+    found: WeightsBeside = registry.find("multimodal", "weights")(source)
     return found
 
 
@@ -263,9 +236,8 @@ def _checked(
 
     def refuse(problem: str, keys: Set[str]) -> None:
         if keys:
-            shown = ", ".join(sorted(keys)[:8]) + (", ..." if len(keys) > 8 else "")
             raise CheckpointError(
-                f"the {what} is not written: {len(keys)} {problem}: {shown}",
+                f"the {what} is not written: {len(keys)} {problem}: {few(sorted(keys))}",
                 hint="every stage of the plan must contribute its layers exactly once",
             )
 

@@ -9,7 +9,7 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -146,6 +146,11 @@ def as_loaded(config: PretrainedConfig) -> None:
                 delattr(part, name)
 
 
+def config_dtype(config: PretrainedConfig) -> torch.dtype:
+    dtype = config.dtype or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
 class StoredFormat(Protocol):
     """How the weights of a checkpoint are made of the tensors in its files."""
 
@@ -176,13 +181,15 @@ class Checkpoint:
         self.revision = revision
         self.used: set[str] = set()
         self._local = local
-        self.index, name = self._first()
+        path = self.path(repository.CONFIG)
+        fields = {} if path is None else repository.read_json(path, ModelError)
+        self.index, name = self._first(fields.get(_NAMED))
         if name.endswith(".json"):
             self.files = _weight_map(self.index)
         else:
             with _open(self.index) as file:
                 self.files = dict.fromkeys(file.keys(), name)
-        self._form = self._stored_format()
+        self._form = self._stored_format(quantization_of(fields))
         self.is_stored_otherwise = self._form is not None
         self.parts: Mapping[str, Mapping[str, str]] = (
             {name: {"": name} for name in self.files}
@@ -190,21 +197,20 @@ class Checkpoint:
             else self._form.weights(self.files)
         )
 
-    def _first(self) -> tuple[Path, str]:
-        """The file that from_pretrained begins with, and its name: the file that config.json names,
-        else the single file, else the index of several."""
+    def _first(self, named: Any) -> tuple[Path, str]:
+        """The file that from_pretrained begins with, and its name: the file that config.json names
+        (`named`), else the single file, else the index of several."""
         if self.path(repository.ADAPTER) is not None:
             raise ModelError(
                 f"{self.source!r} holds an adapter beside the model, and from_pretrained would add"
                 " it to the weights",
                 hint=f"take {repository.ADAPTER} away, or merge the adapter with `hetero merge`",
             )
-        config = self.path(repository.CONFIG)
-        named = repository.read_json(config, ModelError).get(_NAMED) if config is not None else None
         if named is not None and not (isinstance(named, str) and _WEIGHTS.fullmatch(named)):
             raise ModelError(
-                f"{config} has {_NAMED} {frames.brief(named)}, which is neither a safetensors file"
-                " beside it nor the index of several"
+                f"{repository.CONFIG} of the model {self.source!r} has {_NAMED}"
+                f" {frames.brief(named)}, which is neither a safetensors file beside it nor the"
+                " index of several"
             )
         names = (SINGLE_FILE, INDEX_FILE) if named is None else (named,)
         for name in names:
@@ -215,11 +221,7 @@ class Checkpoint:
             hint=_CONVERT,
         )
 
-    def _stored_format(self) -> StoredFormat | None:
-        path = self.path(repository.CONFIG)
-        if path is None:
-            return None
-        settings = quantization_of(repository.read_json(path, ModelError))
+    def _stored_format(self, settings: Any) -> StoredFormat | None:
         check_quantizer(settings, self.source)
         if (name := stored_format(settings)) is None:
             return None
@@ -357,6 +359,11 @@ def refuse_wrapped(checkpoint: Checkpoint, known: Container[str]) -> None:
                 )
 
 
+def few(names: Sequence[str], most: int = 4) -> str:
+    """The first names, with "..." where there are more."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
 def renaming(model: PreTrainedModel, known: dict[str, bool]) -> Callable[[str], str]:
     """A function that gives the library's name for a checkpoint's key in this model. The key stays
     if it is among the `known` names and the library's name is not."""
@@ -418,26 +425,14 @@ def _damage(path: Path | str) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        mistaken = repository.mistaken_for(_head(path)) if isinstance(path, Path) else None
-        if mistaken is not None:
-            raise ModelError(
-                f"{path} is {mistaken[0]} and not the weights themselves", hint=mistaken[1]
-            ) from error
-        why = repository.pickled(path) if isinstance(path, Path) else None
-        if why is not None:
-            raise ModelError(
-                f"{path} is not a safetensors file: {why}, which can run code when it is read",
-                hint="take the model from whom you trust; " + _CONVERT,
-            ) from error
+        if isinstance(path, Path):
+            repository.refuse_mistaken(path, ModelError)
+            if (why := repository.pickled(path)) is not None:
+                raise ModelError(
+                    f"{path} is not a safetensors file: {why}, which can run code when it is read",
+                    hint="take the model from whom you trust; " + _CONVERT,
+                ) from error
         raise _damaged(path, str(error)) from error
-
-
-def _head(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(64)
-    except OSError:
-        return b""
 
 
 def _damaged(path: Path | str, why: str) -> ModelError:

@@ -37,7 +37,7 @@ from hetero_framework.models.cut.family import family_of
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import towers
 from hetero_framework.models.cut.partition import ShardRange, Skeleton, ranges_between
-from hetero_framework.models.cut.shard import Inputs, Shard, build_shard, new_names, token_loss
+from hetero_framework.models.cut.shard import Inputs, Shard, build_shard, token_loss
 from hetero_framework.models.cut.side import (
     Bundle,
     as_leaves,
@@ -46,6 +46,7 @@ from hetero_framework.models.cut.side import (
     gradients_of,
 )
 from hetero_framework.models.cut.tiny import probe_inputs, shrink, stock_class, task_of
+from hetero_framework.models.files.source import new_names
 from hetero_framework.models.files.weights import Checkpoint, whole_model
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 from hetero_framework.models.rng import seed_cpu

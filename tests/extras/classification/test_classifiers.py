@@ -27,9 +27,9 @@ from hetero_framework.extras.verify.verification import verify_model
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import model_class
 from hetero_framework.models.cut.partition import ranges_between
-from hetero_framework.models.cut.shard import load_model_config, load_shard
+from hetero_framework.models.cut.shard import load_shard
 from hetero_framework.models.cut.tiny import config_for, stock_class, tiny_config
-from hetero_framework.models.files.consistency import as_held, new_weights
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.verify import equivalence
 from hetero_framework.models.verify.equivalence import compare
 from tests.samples import plan_of
@@ -130,8 +130,8 @@ def test_a_base_gets_the_same_new_head_under_every_cut(model_type, tmp_path) -> 
             with torch.no_grad():
                 expected = stock(**inputs).logits
             assert torch.equal(logits(shards, inputs), expected)
-    assert head in new_weights(model, Path())
-    assert as_held(model, Path())[1] == []  # the heads of other classes are no news
+    assert head in ModelSource(model, Path()).new_weights
+    assert ModelSource(model, Path()).held()[1] == []  # the heads of other classes are no news
 
 
 def test_a_head_in_the_checkpoint_is_kept(tmp_path) -> None:
@@ -140,8 +140,8 @@ def test_a_head_in_the_checkpoint_is_kept(tmp_path) -> None:
     model = section(place)
     there = load_file(place / "model.safetensors")
     assert torch.equal(weights(chain(model, [0, 3, 6]))["score.weight"], there["score.weight"])
-    assert load_model_config(model, Path()).id2label == config.id2label
-    assert as_held(model, Path())[1] == []
+    assert ModelSource(model, Path()).config.id2label == config.id2label
+    assert ModelSource(model, Path()).held()[1] == []
     with pytest.raises(ModelError, match=r"score\.weight") as error:
         chain(section(place, num_labels=5), [0, 6])
     assert "model.num_labels" in str(error.value.hint)
@@ -161,7 +161,7 @@ def test_other_lost_weights_are_an_error(tmp_path) -> None:
 def test_text_is_generated_by_a_class_that_can(tmp_path) -> None:
     """The checkpoint names its classifier; the task decides."""
     place = saved(tmp_path, task=TEXTS)
-    config = load_model_config(ModelConfig(name_or_path=str(place)), Path())
+    config = ModelSource(ModelConfig(name_or_path=str(place)), Path()).config
     assert model_class(config) is LlamaForCausalLM
     for task, name in ((TEXTS, "LlamaForSequenceClassification"), (TOKENS, None)):
         config = config_for(AutoConfig.from_pretrained(place), task)
@@ -172,7 +172,7 @@ def test_text_is_generated_by_a_class_that_can(tmp_path) -> None:
 
 def test_labels_are_settings(tmp_path) -> None:
     model = section(saved(tmp_path), label_names=("no", "yes", "maybe"), problem_type="regression")
-    config = load_model_config(model, Path())
+    config = ModelSource(model, Path()).config
     assert (config.num_labels, config.id2label[2], config.label2id["yes"]) == (3, "maybe", 1)
     assert config.problem_type == "regression"
     assert json.loads(config.to_json_string())["id2label"] == {"0": "no", "1": "yes", "2": "maybe"}
@@ -184,7 +184,7 @@ def test_labels_are_settings(tmp_path) -> None:
 def test_a_model_without_the_setting_is_a_causal_one(tmp_path) -> None:
     place = saved(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(place)
-    config = load_model_config(LabelSettings(name_or_path=str(place), num_labels=7), Path())
+    config = ModelSource(LabelSettings(name_or_path=str(place), num_labels=7), Path()).config
     assert config.num_labels == model.config.num_labels
 
 

@@ -26,8 +26,8 @@ from tests.unit.adapter_helpers import (
     stock_logits,
     write_trained,
 )
-from tests.unit.models.files.test_consistency import own_head, rewritten
 from tests.unit.models.files.test_export import load_cleanly
+from tests.unit.models.files.test_source import own_head, rewritten
 
 
 def saved_adapter(base: Path, folder: Path, adapter: AdapterConfig, layers: int = 4) -> Path:

@@ -29,7 +29,7 @@ from hetero_framework.extras.host_memory.residence import HostMemory
 from hetero_framework.extras.host_memory.streamed_layers import Feeder, HostLayer, StreamedLayers
 from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.introspect import BlockForm
-from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.sizing.memory import estimate_memory
 from tests.cases import seldom
 from tests.extras.host_memory.stages import (
@@ -217,7 +217,7 @@ def held_bytes(stage: Stage) -> int:
 def test_a_stage_holds_the_bytes_that_are_told(offload: int) -> None:
     config = configuration(({"end": 7, "offload": offload},), adapter=LORA, model=WIDE)
     config = config.with_changes(coordinator={"ip": "127.0.0.1", "device": "cuda:0"})
-    model = load_model_config(config.model, config.base_dir)
+    model = ModelSource.of(config).config
     told = estimate_memory(config, model, plan=adapter_plan_of(config, model))[0]
     stage = load(config)[0]
     assert held_bytes(stage) == told.weights

@@ -19,9 +19,9 @@ from hetero_framework.models.cut import language
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import towers
 from hetero_framework.models.cut.partition import ranges_between
-from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.models.files.export import OutputDirectory, weights_beside, write_checkpoint
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.verify.equivalence import compare
 from tests.integration.test_parity import assert_same
 from tests.samples import save_multimodal
@@ -67,15 +67,15 @@ def test_text_that_needs_the_part_is_refused_with_the_package(monkeypatch) -> No
 
 def test_tensors_of_missing_parts_are_copied_into_the_result(tmp_path: Path) -> None:
     base = save_multimodal(tmp_path / "base", NAME)
-    model = ModelConfig(name_or_path=str(base))
-    config = load_model_config(model, base)
+    source = ModelSource(ModelConfig(name_or_path=str(base)), base)
     with pytest.raises(ModelError, match=r"lacks 1 .* has to hold: model\.vision_tower"):
-        weights_beside(model, base, config)
+        weights_beside(source)
     added = {f"model.vision_tower.timm_model.stem.{i}.weight": torch.randn(3, i) for i in (1, 2)}
     file = base / "model.safetensors"
     save_file({**load_file(file), **added}, file, metadata={"format": "pt"})
-    parts, besides = parts_of(shards(base, 0, 3, 6)), weights_beside(model, base, config)
-    write_checkpoint(OutputDirectory(tmp_path / "out"), parts, config, beside=besides)
+    source = ModelSource(source.model, base)
+    parts, besides = parts_of(shards(base, 0, 3, 6)), weights_beside(source)
+    write_checkpoint(OutputDirectory(tmp_path / "out"), parts, source.config, beside=besides)
     ours = files_of(tmp_path / "out")
     assert added.keys() <= ours.keys()
     assert_same(ours, files_of(base))

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from hetero_framework.config import AdapterConfig, ModelConfig
 from hetero_framework.errors import ModelError
 from hetero_framework.extras.exporting.merge import merge_adapter
-from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.files.export import OutputDirectory, weights_beside, write_checkpoint
+from hetero_framework.models.files.source import ModelSource
 from tests.cases import seldom
 from tests.extras.multimodal.test_multimodal import original
 from tests.integration.test_parity import assert_same
@@ -37,18 +37,17 @@ NAMES = [
 CLASSES = seldom(NAMES, *NAMES[1:])
 
 
-def settings(base: Path) -> ModelConfig:
-    return ModelConfig(name_or_path=str(base))
+def source_of(base: Path) -> ModelSource:
+    return ModelSource(ModelConfig(name_or_path=str(base)), base)
 
 
 def beside(base: Path) -> Any:
-    return weights_beside(settings(base), base, load_model_config(settings(base), base))
+    return weights_beside(source_of(base))
 
 
 def write(base: Path, target: Path, pieces: list) -> Path:
     config = pieces[0].config
-    besides = weights_beside(settings(base), base, config)
-    write_checkpoint(OutputDirectory(target), parts_of(pieces), config, beside=besides)
+    write_checkpoint(OutputDirectory(target), parts_of(pieces), config, beside=beside(base))
     return target
 
 
@@ -108,18 +107,18 @@ def test_a_checkpoint_without_its_towers_is_refused_before_it_is_trained(tmp_pat
 def test_a_processor_that_brings_code_is_refused_before_the_first_step(tmp_path) -> None:
     base = save_multimodal(tmp_path / "base", "LlavaForConditionalGeneration")
     text = json.dumps({"auto_map": {"AutoProcessor": "processing.Own"}})
-    config = load_model_config(settings(base), base)
+    source = source_of(base)
+    assert source.config.sub_configs
     (base / "processor_config.json").write_text(text)
     with pytest.raises(ModelError, match="code of its own"):
-        weights_beside(settings(base), base, config)
+        weights_beside(source)
 
 
 def test_random_weights_have_no_towers_to_copy(tmp_path) -> None:
     base = save_multimodal(tmp_path / "base", "Gemma3ForConditionalGeneration")
     model = ModelConfig(from_config=json.loads((base / "config.json").read_text()))
-    config = load_model_config(model, base)
     with pytest.raises(ModelError, match="from_config"):
-        weights_beside(model, base, config)
+        weights_beside(ModelSource(model, base))
 
 
 def test_a_tower_of_another_shape_is_named(tmp_path) -> None:

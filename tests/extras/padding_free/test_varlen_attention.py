@@ -17,9 +17,10 @@ from hetero_framework.extras.padding_free.varlen_attention import (
     sample_lengths,
 )
 from hetero_framework.models.cut.partition import ShardRange, ranges_between
-from hetero_framework.models.cut.shard import build_shard, load_model_config
+from hetero_framework.models.cut.shard import build_shard
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.models.files.quantization import modules_left_alone
+from hetero_framework.models.files.source import ModelSource
 from tests.unit.adapter_helpers import save_model
 from tests.unit.device_helpers import QueuedDevice
 
@@ -150,4 +151,4 @@ def test_attention_per_sample_is_known_before_a_shard_is_built(tmp_path, monkeyp
     model = ModelConfig(
         name_or_path=str(save_model(tmp_path / "model")), attn_implementation=VARLEN
     )
-    assert modules_left_alone(load_model_config(model, tmp_path)) == ["lm_head"]
+    assert modules_left_alone(ModelSource(model, tmp_path).config) == ["lm_head"]

@@ -25,7 +25,7 @@ from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.extras.chains.chain import bundles
 from hetero_framework.extras.pictures.image_chain import ImageConfig, ImagePart
 from hetero_framework.models.cut.partition import ranges_between
-from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.verify.equivalence import compare
 from tests.samples import machines_here
 
@@ -157,4 +157,4 @@ def test_other_models_have_no_class_for_pictures(tmp_path: Any) -> None:
     model = Config.from_dict(raw).model
     assert isinstance(model, ModelConfig)
     with pytest.raises(ArchitectureError, match="no class for image-classification of model type"):
-        load_model_config(model, tmp_path)
+        _ = ModelSource(model, tmp_path).config

@@ -13,8 +13,8 @@ from hetero_framework.config import Config
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.extras.planner import measuring
 from hetero_framework.extras.planner.measuring import ModelCost, measure
-from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import tiny_config
+from hetero_framework.models.files.source import ModelSource
 from tests.samples import machines_here, plan_of, save_llama
 
 ROWS, TOKENS = 2, 16
@@ -38,7 +38,7 @@ def cost(
     data = {"train": "none.jsonl", "max_length": TOKENS}
     raw = {**machines_here(("local", LAYERS)), "model": model, "data": data, "training": training}
     config = Config.from_dict({**raw, **sections}, tmp_path)
-    model_config = load_model_config(config.model, config.base_dir)
+    model_config = ModelSource.of(config).config
     found = measure(config.held_by(owner), model_config, open_device("cpu"), part_s=0.0)
     assert ModelCost.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     return found

@@ -11,7 +11,7 @@ from hetero_framework.config import Config
 from hetero_framework.core.devices import Device
 from hetero_framework.extras.planner import remote_measurement
 from hetero_framework.extras.planner.measuring import ModelCost, PartCost
-from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.files.source import ModelSource
 
 PART = PartCost(0.25, 0.5, 0.125, 7, 3)
 COST = ModelCost(PART, {0: PART}, PART, [0, 0], 64, "float32")
@@ -41,7 +41,7 @@ def ask(
 ) -> remote_measurement.Measurement:
     raw = {"coordinator": {"ip": "127.0.0.1"}, "shard_plan": "auto", **sections}
     config = Config.from_dict({**raw, "model": {"from_config": model, "tokenizer": "none"}})
-    loaded = load_model_config(config.model, Path())
+    loaded = ModelSource(config.model, Path()).config
     return remote_measurement.model_costs(config, loaded, Device(), anew=anew)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hetero_framework.config import Config
 from hetero_framework.extras.planner.work import ModelWork, model_work
-from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.files.source import ModelSource
 from tests.samples import machines_here
 
 ROWS, TOKENS, LAYERS = 2, 64, 4
@@ -33,7 +33,7 @@ def config_of(fields: dict[str, Any], **sections: Any) -> Config:
 
 
 def work_of(config: Config) -> ModelWork:
-    return model_work(config, load_model_config(config.model, Path()))
+    return model_work(config, ModelSource(config.model, Path()).config)
 
 
 def total(work: ModelWork, name: str) -> float:
@@ -42,7 +42,7 @@ def total(work: ModelWork, name: str) -> float:
 
 def counted(config: Config) -> tuple[int, int]:
     """What torch counts forward and backward."""
-    loaded = load_model_config(config.model, Path())
+    loaded = ModelSource(config.model, Path()).config
     model = AutoModelForCausalLM.from_config(loaded, attn_implementation="eager")
     ids_BS = torch.zeros(ROWS, TOKENS, dtype=torch.long)
     with FlopCounterMode(display=False) as forward:

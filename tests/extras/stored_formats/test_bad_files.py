@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hetero_framework.config import ModelConfig
 from hetero_framework.errors import ModelError
-from hetero_framework.models.files.consistency import stored_lines
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.files.weights import Checkpoint
 from tests.extras.stored_formats.test_forms import dense, shards, stored
 
@@ -90,7 +90,7 @@ def test_tensors_that_do_not_belong_together_are_named(case: str, dense, tmp_pat
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     model = ModelConfig(name_or_path=str(folder))
     with pytest.raises(ModelError, match=reason) as caught:
-        stored_lines(model, tmp_path)
+        ModelSource(model, tmp_path).stored_lines()
     assert "model.safetensors" in str(caught.value)
     with pytest.raises(ModelError, match=reason):
         shards(folder, torch.float32)
@@ -131,7 +131,9 @@ def set_quantization(folder: Path, **changes: Any) -> None:
 
 def test_what_becomes_of_the_weights_is_said_without_a_download(dense, tmp_path) -> None:
     stored(BLOCKS, dense, tmp_path / "stored")
-    (line,) = stored_lines(ModelConfig(name_or_path="stored", dtype="float32"), tmp_path)
+    model = ModelConfig(name_or_path="stored", dtype="float32")
+    (line,) = ModelSource(model, tmp_path).stored_lines()
     assert line.startswith("weights stored as fp8 are made full as each stage loads its own: ")
     assert " of files become 3.52 MiB of float32 " in line
-    assert stored_lines(ModelConfig(name_or_path=str(dense["llama"])), tmp_path) == []
+    full = ModelConfig(name_or_path=str(dense["llama"]))
+    assert ModelSource(full, tmp_path).stored_lines() == []

@@ -20,6 +20,7 @@ from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError
 from hetero_framework.models.files.card import code, is_hub_name
 from hetero_framework.models.files.export import OutputDirectory
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.trainer import outputs
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.coordinator import train
@@ -202,7 +203,13 @@ def test_the_base_model_is_no_place_to_write_into(
 
 
 def card_of(config: Config, step: int | None = None) -> ModelCard:
-    return ModelCard(run_card(config, AutoConfig.for_model("llama"), step))
+    return ModelCard(text_of_card(config, step))
+
+
+def text_of_card(config: Config, step: int | None = None) -> str:
+    source = ModelSource.of(config)
+    source.config = AutoConfig.for_model("llama")
+    return run_card(config, source, step)
 
 
 def measured(config: Config, *lines: dict[str, Any]) -> None:
@@ -282,7 +289,7 @@ def test_a_damaged_card_of_the_base_and_lost_metrics_leave_their_lines_out(
 
 def test_settings_with_quotes_and_brackets_are_no_markup(of_hub: Config) -> None:
     config = of_hub.with_changes(adapter={"target_modules": '.*["|]\\w+{x}'})
-    text = run_card(config, AutoConfig.for_model("llama"))
+    text = text_of_card(config)
     assert r'adapter.target_modules: `".*[\"|]\\w+{x}"`' in text
     assert yaml.safe_load(text.split("---\n")[1])["library_name"] == "peft"
 

@@ -12,6 +12,7 @@ from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError, DataError, DeviceError, PlanError
 from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.tiny import tiny_config
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.sizing.memory import estimate_memory
 from hetero_framework.trainer.resolution import Resolved
 from hetero_framework.trainer.setup import (
@@ -81,7 +82,8 @@ def test_largest_frame_holds_any_boundary_and_any_tensor() -> None:
 def prepared(cfg: Config, tokens: int) -> Prepared:
     memory = estimate_memory(cfg, LLAMA, tokens=tokens)
     data = SimpleNamespace(row_tokens=tokens)
-    return Prepared(Resolved.start(cfg), LLAMA, None, data, None, memory, 0, 0)  # type: ignore[arg-type]
+    source = SimpleNamespace(config=LLAMA)
+    return Prepared(Resolved.start(cfg), source, None, data, None, memory, 0, 0)  # type: ignore[arg-type]
 
 
 def fact(device: str, free: int) -> MachineFacts:
@@ -130,7 +132,8 @@ def adapted(entries: tuple[dict[str, Any], ...], **training: Any) -> Prepared:
     plan = adapter_plan_of(cfg, model)
     memory = estimate_memory(cfg, model, tokens=64, plan=plan)
     data = SimpleNamespace(row_tokens=64)
-    return Prepared(Resolved.start(cfg), model, None, data, plan, memory, 0, 0)  # type: ignore[arg-type]
+    source = SimpleNamespace(config=model)
+    return Prepared(Resolved.start(cfg), source, None, data, plan, memory, 0, 0)  # type: ignore[arg-type]
 
 
 @needs("host_memory")
@@ -236,6 +239,6 @@ def test_codecs_report_their_effect_or_why_they_have_none(
     dtype: str, wire: dict[str, str], said: list[str]
 ) -> None:
     cfg = config().with_changes(model={"dtype": dtype}, wire=wire)
-    lines = codec_lines(cfg, LlamaConfig())
+    lines = codec_lines(cfg, ModelSource.of(cfg).dtype)
     assert len(lines) == len(said)
     assert all(text in line for text, line in zip(said, lines, strict=True))

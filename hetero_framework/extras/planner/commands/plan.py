@@ -183,9 +183,9 @@ def _measured(arguments: argparse.Namespace) -> tuple[Any, Any]:
     check_coordinator(config, arguments)
     _find_model(config)
     from hetero_framework.extras.planner.fleet import measure_fleet
-    from hetero_framework.models.files.consistency import stored_lines
+    from hetero_framework.models.files.source import ModelSource
 
-    for line in stored_lines(config.model, config.base_dir) if config.model else ():
+    for line in ModelSource.of(config).stored_lines() if config.model else ():
         _log.info("%s", line)
     access = access_for(config, "local", arguments)
     return measure_fleet(config, access=access, anew=arguments.anew), config

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 from hetero_framework import registry
 from hetero_framework.config import ModelConfig
 from hetero_framework.models.cut.family import as_saved, family_asked, family_of
-from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import shrink, stock_class
+from hetero_framework.models.files.source import ModelSource
 
 
 class MadeUpConfig(PretrainedConfig):
@@ -29,7 +29,7 @@ def test_a_family_stands_for_its_models(tmp_path: Any, monkeypatch: pytest.Monke
     registry.register("families", "made-up", family)
     registry.register("objectives", "mine", None, task="made-up")
     model = ModelConfig(name_or_path="a").for_objective("mine")
-    assert load_model_config(model, tmp_path) is config
+    assert ModelSource(model, tmp_path).config is config
     assert family_of(config) is family
     assert stock_class(config) is MadeUpModel
     assert shrink(config) is config

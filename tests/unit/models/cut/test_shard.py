@@ -31,12 +31,12 @@ from hetero_framework.models.cut.shard import (
     Shard,
     ShardRange,
     build_shard,
-    load_model_config,
     load_shard,
 )
 from hetero_framework.models.cut.side import Bundle, crossing
 from hetero_framework.models.cut.tiny import probe_inputs, tiny_config
 from hetero_framework.models.files import weights
+from hetero_framework.models.files.source import ModelSource
 from tests.reads import note_reads
 from tests.samples import save_llama
 from tests.unit.adapter_helpers import chain_loss, ranges
@@ -352,6 +352,10 @@ def test_from_the_hub_only_needed_files_are_asked_for(
     assert needed < set(index.values())
 
 
+def config_in(settings: ModelConfig, folder: Path) -> Any:
+    return ModelSource(settings, folder).config
+
+
 def load(settings: ModelConfig, folder: Path, rng: ShardRange, seed: int = 0) -> Any:
     return load_shard(settings, folder, rng, open_device("cpu"), seed=seed).model
 
@@ -373,7 +377,7 @@ def test_load_shard_from_config_uses_the_seed(tmp_path: Path) -> None:
     name = "model.layers.2.mlp.up_proj.weight"
     assert torch.equal(one[name], same[name])
     assert not torch.equal(one[name], other[name])
-    assert introspect(load_model_config(settings, tmp_path)).num_layers == 6
+    assert introspect(config_in(settings, tmp_path)).num_layers == 6
 
 
 def test_attention_implementation_is_respected(checkpoints: Any, tmp_path: Path) -> None:
@@ -385,14 +389,14 @@ def test_attention_implementation_is_respected(checkpoints: Any, tmp_path: Path)
 
 def test_missing_directory_names_path_and_host(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
-        load_model_config(ModelConfig(name_or_path="./nowhere"), tmp_path)
+        config_in(ModelConfig(name_or_path="./nowhere"), tmp_path)
     assert str(tmp_path / "nowhere") in str(caught.value)
     assert socket.gethostname() in str(caught.value)
 
 
 def test_unreachable_hub_name_is_a_model_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=socket.gethostname()):
-        load_model_config(ModelConfig(name_or_path="somebody/never-was"), tmp_path)
+        config_in(ModelConfig(name_or_path="somebody/never-was"), tmp_path)
 
 
 def test_bin_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -406,7 +410,7 @@ def test_remote_code_is_refused(tmp_path: Path) -> None:
     fields = {"model_type": "my_own", "auto_map": {"AutoConfig": "configuration_my_own.MyOwn"}}
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     with pytest.raises(ModelError, match="auto_map"):
-        load_model_config(ModelConfig(name_or_path=str(tmp_path)), tmp_path)
+        config_in(ModelConfig(name_or_path=str(tmp_path)), tmp_path)
 
 
 REFUSED: list[dict[str, Any]] = [
@@ -433,7 +437,7 @@ REFUSED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("named", ["in place", "folder"])
 @pytest.mark.parametrize("more", REFUSED, ids=lambda more: json.dumps(more)[:50])
-def test_models_pass_load_model_config(more: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_settings_of_models_pass_one_gate(more: dict[str, Any], named: str, tmp_path: Path) -> None:
     fields = {**config_of("llama").to_dict(), **more}
     if named == "in place":
         section, place = ModelConfig(from_config=fields), "model.from_config"
@@ -441,7 +445,7 @@ def test_models_pass_load_model_config(more: dict[str, Any], named: str, tmp_pat
         (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
         section, place = ModelConfig(name_or_path=str(tmp_path)), str(tmp_path)
     with pytest.raises(ModelError, match=re.escape(place)) as caught:
-        load_model_config(section, tmp_path)
+        config_in(section, tmp_path)
     assert caught.value.exit_code == 2
 
 
@@ -454,7 +458,7 @@ def test_no_kernel_stands_in_for_a_package(monkeypatch: pytest.MonkeyPatch) -> N
         ModelConfig(from_config={**fields, **own}),
     ):
         with pytest.raises(DeviceError, match="the package flash-attn is not installed"):
-            load_model_config(asked, Path())
+            config_in(asked, Path())
 
 
 def test_a_hub_name_is_not_read_from_the_working_directory(
@@ -464,15 +468,15 @@ def test_a_hub_name_is_not_read_from_the_working_directory(
     (tmp_path / "job").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match="where this process was started"):
-        load_model_config(ModelConfig(name_or_path="org/name"), tmp_path / "job")
+        config_in(ModelConfig(name_or_path="org/name"), tmp_path / "job")
 
 
 def test_broken_configuration_is_a_model_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ModelError):
-        load_model_config(ModelConfig(name_or_path=str(tmp_path)), tmp_path)
+        config_in(ModelConfig(name_or_path=str(tmp_path)), tmp_path)
     with pytest.raises(ModelError, match="from_config"):
-        load_model_config(ModelConfig(from_config={"model_type": "no_such"}), tmp_path)
+        config_in(ModelConfig(from_config={"model_type": "no_such"}), tmp_path)
 
 
 def test_weights_of_another_shape_than_the_configuration_are_named(checkpoints: Any) -> None:
@@ -498,7 +502,7 @@ def test_missing_tensor_is_named(tmp_path: Path, checkpoints: Any) -> None:
 def test_the_weight_of_the_routers_loss_can_be_set_and_turned_off() -> None:
     def loaded(model_type: str, **section: Any) -> Any:
         fields = {**tiny_config(model_type).to_dict(), "router_aux_loss_coef": 0.25}
-        return load_model_config(ModelConfig(from_config=fields, **section), Path())
+        return config_in(ModelConfig(from_config=fields, **section), Path())
 
     assert not loaded("mixtral").output_router_logits
     on = loaded("mixtral", router_aux_loss_coef=0.5)

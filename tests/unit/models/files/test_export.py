@@ -22,11 +22,11 @@ from hetero_framework.models.files import export
 from hetero_framework.models.files.export import (
     OutputDirectory,
     align_tokens,
-    base_generation,
     expected_checkpoint_tensors,
     export_layers,
     write_checkpoint,
 )
+from hetero_framework.models.files.source import ModelSource
 from tests.unit.adapter_helpers import (
     chain_logits,
     randomise,
@@ -100,7 +100,7 @@ def test_settings_that_the_library_would_not_save_are_kept(tmp_path: Path) -> No
     (base / "generation_config.json").write_text(json.dumps(published))
     pieces = shards(base, 0, 2, 4)
     config = copy.deepcopy(pieces[0].config)
-    generation = base_generation(ModelConfig(name_or_path=str(base)), tmp_path, config)
+    generation = ModelSource(ModelConfig(name_or_path=str(base)), tmp_path).generation
     align_tokens(config, generation, tiny_tokenizer())
     with pytest.raises(ValueError, match="temperature"):
         generation.save_pretrained(tmp_path / "refused")
@@ -122,9 +122,9 @@ def test_a_padding_token_beyond_the_vocabulary_is_not_entered(tmp_path: Path) ->
 def test_generation_settings_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"cache_implementation": "none_such"}')
     LlamaConfig().save_pretrained(tmp_path)
-    model = ModelConfig(name_or_path=str(tmp_path))
+    source = ModelSource(ModelConfig(name_or_path=str(tmp_path)), tmp_path)
     with pytest.raises(ModelError, match=r"generation_config.json of the model .* cannot be used"):
-        base_generation(model, tmp_path, LlamaConfig())
+        _ = source.generation
 
 
 def test_trained_weights_and_not_the_loaded_ones_are_exported(base: Path, tmp_path: Path) -> None:

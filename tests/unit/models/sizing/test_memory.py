@@ -17,7 +17,7 @@ from hetero_framework.config import AdapterConfig, Config, StageSpec
 from hetero_framework.engine.optimizer import build_optimizer
 from hetero_framework.models.adapters.trainable import tied_parameters, trainable_parameters
 from hetero_framework.models.cut.chunked_loss import chunked_loss, spans
-from hetero_framework.models.cut.shard import load_model_config
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.sizing import memory as sizes
 from hetero_framework.models.sizing.footprint import PeakMemory
 from hetero_framework.models.sizing.memory import (
@@ -49,7 +49,7 @@ def config_of(
 
 
 def memory_of(config: Config, **kwargs: Any) -> list[StageMemory]:
-    return estimate_memory(config, load_model_config(config.model, Path()), **kwargs)
+    return estimate_memory(config, ModelSource(config.model, Path()).config, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -376,7 +376,7 @@ def test_parts_that_are_alike_are_priced_once_and_others_apart(
     adapter: AdapterConfig | None, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(base, (0, 4), adapter)
-    model, priced = load_model_config(config.model, Path()), []
+    model, priced = ModelSource(config.model, Path()).config, []
 
     def noted(spec: StageSpec, *rest: Any) -> StageMemory:
         priced.append(spec.start)

@@ -12,8 +12,8 @@ from hetero_framework.errors import ConfigError
 from hetero_framework.models.adapters.lora import plan_adapter
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model
-from hetero_framework.models.cut.shard import load_model_config
 from hetero_framework.models.cut.tiny import tiny_config
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.verify.boundary_contents import (
     check_codec,
     crossing_lines,
@@ -32,7 +32,7 @@ def configured(model_type: str, **changes: Any) -> tuple[Config, PretrainedConfi
     fields = {**tiny_config(model_type).to_dict(), **changes}
     model = {"from_config": fields, "tokenizer": "none", "dtype": "bfloat16"}
     config = config_for(("local", 4), (1, 6), model=model)
-    return config, load_model_config(config.model, config.base_dir)
+    return config, ModelSource.of(config).config
 
 
 def test_a_model_without_side_tensors_causes_no_lines() -> None:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from hetero_framework.config import ModelConfig
 from hetero_framework.errors import ModelError
 from hetero_framework.models.adapters.trainable import export_parts
-from hetero_framework.models.files.consistency import as_held
 from hetero_framework.models.files.export import OutputDirectory, write_checkpoint
+from hetero_framework.models.files.source import ModelSource
 from tests.unit.adapter_helpers import chain_logits, save_model, shards, stock, stock_logits
 from tests.unit.models.files.test_export import load_cleanly
 
@@ -39,7 +39,8 @@ def own_head(tensors: Tensors) -> Tensors:
 
 
 def held(base: Path) -> tuple[ModelConfig, list[str]]:
-    return as_held(ModelConfig(name_or_path=str(base)), base)
+    source, lines = ModelSource(ModelConfig(name_or_path=str(base)), base).held()
+    return source.model, lines
 
 
 @pytest.mark.parametrize(
