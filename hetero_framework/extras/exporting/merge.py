@@ -40,7 +40,7 @@ from hetero_framework.models.files.weights import read_config
 
 _log = logging.getLogger(__name__)
 
-_MERGED = ("the base model", "an adapter, folded into its weights")
+_LISTS = {"## Made from": ("the base model", "an adapter, folded into its weights")}
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -59,8 +59,8 @@ def merge_adapter(
     CheckpointError when `output` holds something else, DataError for a tokenizer that brings code.
     """
     settings = ModelConfig(name_or_path=model, revision=revision, dtype=dtype)
-    output.check(ModelSource(settings, Path.cwd()).place, adapter_dir)
     adapter_dir = adapter_dir.expanduser()
+    output.check(ModelSource(settings, Path.cwd()).place, adapter_dir)
     if (adapter_dir / repository.CONFIG).exists():
         beside = read_config(str(adapter_dir), None)
         if (head := head_for(task_of(beside))) is not None:
@@ -70,32 +70,29 @@ def merge_adapter(
         _log.warning("%s", line)
     for line in source.stored_lines():
         _log.info("%s", line)
-    config = source.config
-    if stored := stored_quantization(config):
+    if stored := stored_quantization(source.config):
         raise ModelError(
             f"{model} is quantised ({stored}); merging into it would round the adapter away",
             hint="give the full-precision model that the quantised one was made from",
         )
-    plan = plan_saved_adapter(config, adapter_dir)
+    plan = plan_saved_adapter(source.config, adapter_dir)
     if plan.unmergeable:
         raise ConfigError(
             f"the adapter has biases of its own (lora_bias), and {plan.unmergeable} of its layers"
             " have no bias to fold them into",
             hint="use it beside its model, with PEFT or `hetero chat`",
         )
-    untie = _adapts_a_tied_end(config, plan)
-    out_config = copy.deepcopy(config)
-    if untie:
-        for part in (out_config, out_config.get_text_config()):
-            part.tie_word_embeddings = False
-    generation = source.generation
+    untie = _adapts_a_tied_end(source.config, plan)
+    out_config = copy.deepcopy(source.config)
+    for part in (out_config, out_config.get_text_config()) if untie else ():
+        part.tie_word_embeddings = False
+    generation, others = source.generation, weights_beside(source)
     if (tokenizer := _tokenizer(str(adapter_dir))) is not None:  # the adapter was trained with it
         align_tokens(out_config, generation, tokenizer)
     else:
         tokenizer = _tokenizer(source.place, revision)
-    lists = {"## Made from": _MERGED}
-    card = model_card(base_facts(source), out_config, adapter=False, lists=lists)
-    parts, others = _merged_layers(source, plan, untie), weights_beside(source)
+    card = model_card(base_facts(source), out_config, adapter=False, lists=_LISTS)
+    parts = _merged_layers(source, plan, untie)
     write_checkpoint(output, parts, out_config, generation, tokenizer, beside=others, card=card)
 
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +115,10 @@ def _run(command: list[str], made: Path) -> None:
         code = subprocess.run(command, timeout=_LONGEST_S, check=False).returncode
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"{name} could not be run: {in_words(error)}") from error
-    if code or not _is_gguf(made):
+    begin = b""
+    with suppress(OSError), made.open("rb") as content:
+        begin = content.read(4)
+    if code or begin != b"GGUF":
         how = f"ended with exit code {code}" if code else f"wrote no GGUF file {made.name}"
         hint = f"its lines above say why; by hand: {subprocess.list2cmdline(command)}"
         raise UserError(f"{name} {how}", hint=hint)
-
-
-def _is_gguf(file: Path) -> bool:
-    try:
-        with file.open("rb") as content:
-            return content.read(4) == b"GGUF"
-    except OSError:
-        return False

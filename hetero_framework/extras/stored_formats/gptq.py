@@ -1,10 +1,11 @@
-"""GPTQ: whole numbers of 2, 3, 4 or 8 bits, with a scale and a zero for each group of inputs.
+"""GPTQ, AWQ and AutoRound: whole numbers of 2, 3, 4 or 8 bits, with a scale and a zero for each
+group of inputs.
 
 Numbers are packed along the inputs into 32-bit words: qweight [in x bits / 32, out]; qzeros
 [groups, out x bits / 32]; scales [groups, out]. g_idx has the group of each input. Groups are not
 in a row where the most important inputs were quantised first (`desc_act`). A weight is
 scale x (number - zero), in the type of the scales. The format "gptq" stores each zero minus one,
-"gptq_v2" the zero itself.
+"gptq_v2" the zero itself. AWQ packs otherwise, and AutoRound as one of the two.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ from hetero_framework.extras.stored_formats.form import (
 
 _FORMATS = {"gptq": 1, "gptq_v2": 0}
 _DEFAULT = 128  # inputs of a group, where nothing states them
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in a word of each of eight outputs."""
+# Values of AutoRound's packing_format.
+_LESS_ONE = ("auto", "auto_round:gptq", "auto_round:auto_gptq")
+_ZEROS = ("auto_round", "auto_round:gptqmodel")
+_AWQ = ("auto_round:awq", "auto_round:auto_awq")
 
 
 class Gptq(Form):
@@ -128,3 +135,61 @@ def _group(how: Mapping[str, Any], inputs: int, groups: int) -> int:
     if -(-inputs // size) != groups:
         raise ValueError(f"its {inputs} inputs do not divide into {groups} groups of {size}")
     return size
+
+
+class Awq(Gptq):
+    """`quant_method` awq ("gemm"), of 4 bits. Numbers are packed along the outputs, eight in a word
+    in the order of _PLACES: qweight [in, out / 8]; qzeros [groups, out / 8]; scales [groups, out].
+    """
+
+    ends: ClassVar[Ends] = {"values": ("qweight",), "scales": ("scales",), "zeros": ("qzeros",)}
+    known: ClassVar[Mapping[str, Sequence[object]]] = {
+        **{name: of for name, of in Gptq.known.items() if name[:4] not in ("bits", "chec")},
+        "bits|w_bit|wbits": (None, 4),
+        "checkpoint_format|version|format": (None, "gemm"),
+    }
+    step = 8
+
+    def checked(self, settings: dict[str, Any]) -> dict[str, Any]:
+        made = super().checked(settings) | {"bits": 4, "desc_act": None}
+        if str(made.get("backend")).lower() == "llm-awq":  # which packs otherwise
+            raise self.refused("backend", "the layout gemm", made["backend"])
+        if made.get("zero_point") is not None:
+            made["sym"] = not made["zero_point"]  # transformers adds a sym that says nothing
+        return made
+
+    def layout(self, parts: Parts) -> Layout:
+        inputs, words = parts["values"].get_shape()
+        groups = math.prod(parts["scales"].get_shape()[:1])
+        return (words * 8, inputs), {"scales": [groups, words * 8], "zeros": [groups, words]}
+
+    def zeros(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
+        return _outputs(parts["zeros"][:, first // 8 : last // 8].to(device))
+
+    def numbers(self, parts: Parts, first: int, last: int, device: torch.device) -> Tensor:
+        return _outputs(parts["values"][:, first // 8 : last // 8].to(device))
+
+
+def _outputs(words: Tensor) -> Tensor:
+    """The numbers of words [rows, W], in the order of the outputs: [rows, 8 W]."""
+    numbers: Tensor = unpacked(words.t(), 4).unflatten(0, (-1, 8))[:, list(_PLACES)]
+    return numbers.flatten(0, 1).t().to(torch.int16)
+
+
+def auto_round(settings: dict[str, Any], source: str) -> Form:
+    """The form of `quant_method` auto-round: the layout of GPTQ or AWQ, as `packing_format` says.
+    Raises ModelError for settings that no form has."""
+    packing = settings.get("packing_format", "auto")
+    version = {"checkpoint_format": "gptq_v2" if packing in _ZEROS else "gptq"}
+    layers = settings.get("extra_config") or {}
+    left = [name for name, own in layers.items() if (own.get("bits") or 0) > 8]
+    own = {key: settings.get(key) for key in ("bits", "group_size", "sym", "data_type")}
+    given = settings | {"extra_config": None, "modules_to_not_convert": left}
+    form = Awq(given, source) if packing in _AWQ else Gptq(given | version, source)
+    if packing not in _LESS_ONE + _ZEROS + _AWQ:
+        raise form.refused("packing_format", "the layouts of GPTQ and AWQ")
+    for name in layers.keys() - left:
+        if any(layers[name].get(key) not in (None, own[key]) for key in own):
+            can = "weights that all have as many bits, and groups and zeros of one kind,"
+            raise form.refused("extra_config", can, {name: layers[name]})
+    return form

@@ -286,34 +286,28 @@ def _comparable(value: Any) -> Any:
     return value or None
 
 
-def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | None) -> AdapterPlan:
-    config = copy.deepcopy(config)
-    model = meta_model(model_config)
-    names = [name for name, _ in model.named_modules() if name]
-    parameters = [name for name, _ in model.named_parameters()]
-    rows = _embeddings(model)
-    asked = copy.deepcopy(config)
+def _plan(model_config: PretrainedConfig, asked: LoraConfig, weights: Path | None) -> AdapterPlan:
+    config = copy.deepcopy(asked)  # PEFT changes it
+    bare, model = meta_model(model_config), meta_model(model_config)
     try:
         tuner = _inject(model, config, seed=0)
     except ValueError as error:
-        raise ConfigError(f"adapter: {error}", hint=_refusal_hint(model, str(error))) from error
+        raise ConfigError(f"adapter: {error}", hint=_refusal_hint(bare, str(error))) from error
     except AttributeError as error:  # PEFT looked for the weight of a module
         if config.init_lora_weights not in REWRITING_INITS:
             raise
         raise _decomposes_no_parameters(config.init_lora_weights) from error
     if config.init_lora_weights in REWRITING_INITS:
         _check_rewriting(model_config, model, tuner)
-    idle = _without_effect(asked, config, tuner, names, parameters)
+    idle = _without_effect(asked, config, tuner, bare)
     if idle and weights is None:
-        hint = _module_hint(meta_model(model_config))
-        raise ConfigError(report("" if len(idle) == 1 else "the adapter", idle), hint=hint)
-    remarks = [*map(str, idle), *map(str, _idle_exclusions(asked, names))]
-    if asked.layers_to_transform and asked.target_parameters:
-        text = "does not hold for target_parameters, which get an update in every layer (PEFT)"
-        remarks.append(f"adapter.layers_to_transform {text}")
+        where = "" if len(idle) == 1 else "the adapter"
+        raise ConfigError(report(where, idle), hint=_module_hint(bare))
+    remarks = [str(problem) for problem in (*idle, *_harmless(asked, bare))]
     layers: list[Any] = [model.get_submodule(name) for name in tuner.targeted_module_names]
-    bare = [m for m in layers if getattr(m.get_base_layer(), "bias", None) is None]
-    unmergeable = len(bare) if config.lora_bias else 0
+    unmergeable = config.lora_bias * sum(
+        getattr(layer.get_base_layer(), "bias", None) is None for layer in layers
+    )
     if unmergeable:
         text = f"{unmergeable} of the layers have no bias, and merging has nowhere to put theirs"
         remarks.append(f"adapter.lora_bias: {text}")
@@ -339,7 +333,7 @@ def _plan(model_config: PretrainedConfig, config: LoraConfig, weights: Path | No
         task=task_of(model_config),
     )
     if weights is not None:
-        _check_file(weights, plan, parameters, rows)
+        _check_file(weights, plan, bare)
     return plan
 
 
@@ -381,10 +375,12 @@ def _check_rewriting(config: PretrainedConfig, model: Any, tuner: LoraModel) -> 
 
 
 def _without_effect(
-    asked: LoraConfig, made: LoraConfig, tuner: _SeededLora, names: list[str], parameters: list[str]
+    asked: LoraConfig, made: LoraConfig, tuner: _SeededLora, bare: nn.Module
 ) -> list[Problem]:
-    """The entries of settings that match nothing in the whole model. `asked` is the configuration
-    as written, `made` PEFT's version; `names` (of modules), `parameters` are the bare model's."""
+    """The entries of settings that match nothing in the `bare` model. `asked` is the configuration
+    as written, `made` PEFT's version."""
+    names = [name for name, _ in bare.named_modules() if name]
+    parameters = [name for name, _ in bare.named_parameters()]
     written = () if isinstance(asked.target_modules, str) else asked.target_modules or ()
     # PEFT turns names of modules that newer classes keep as one parameter into target_parameters.
     targets = set(written) & set(made.target_modules or ())
@@ -447,18 +443,23 @@ def _idle_layers(config: LoraConfig, targeted: list[str], names: list[str]) -> l
     ]
 
 
-def _idle_exclusions(config: LoraConfig, names: list[str]) -> list[Problem]:
-    """Entries of exclude_modules that match no module: harmless, but not what was meant."""
-    asked = config.exclude_modules or ()
+def _harmless(config: LoraConfig, bare: nn.Module) -> list[Problem]:
+    """Harmless settings that may not do what was meant: entries of exclude_modules that match no
+    module, and layers_to_transform with target_parameters."""
+    asked, names = config.exclude_modules or (), [name for name, _ in bare.named_modules() if name]
     if isinstance(asked, str):
         matched = any(map(expression("exclude_modules", asked).fullmatch, names))
         idle = [] if matched else [asked]
     else:
         idle = [e for e in sorted(asked) if not any(n == e or n.endswith(f".{e}") for n in names)]
-    return [
+    problems = [
         Problem("adapter.exclude_modules", f"no module of the model matches {e!r}{_near(e, names)}")
         for e in idle
     ]
+    if config.layers_to_transform and config.target_parameters:
+        text = "it does not hold for target_parameters, which get an update in every layer (PEFT)"
+        problems.append(Problem("adapter.layers_to_transform", text))
+    return problems
 
 
 def _near(entry: str, names: Iterable[str]) -> str:
@@ -494,11 +495,10 @@ def _module_hint(model: nn.Module) -> str:
     return "modules that can be named: " + ", ".join(sorted(leaves))
 
 
-def _check_file(
-    weights: Path, plan: AdapterPlan, parameters: list[str], rows: Mapping[str, int]
-) -> None:
-    """Compare an adapter file's header with the plan; reads no tensor. `parameters` are the bare
-    model's names of parameters, `rows` its `_embeddings`."""
+def _check_file(weights: Path, plan: AdapterPlan, bare: PreTrainedModel) -> None:
+    """Compare an adapter file's header with the plan; reads no tensor. `bare` is the model without
+    its adapter."""
+    parameters, rows = [name for name, _ in bare.named_parameters()], _embeddings(bare)
     with _open(weights) as file:
         sizes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     own = sorted(k for k in rows.keys() & sizes.keys() if sizes[k] != plan.tensors.get(k))
@@ -582,25 +582,19 @@ def _inject(
 def _local_config(plan: AdapterPlan, model: nn.Module) -> LoraConfig:
     """The plan's settings with every choice of modules replaced by the full names in `model`."""
 
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters = {name for name, _ in model.named_parameters()}
+
     def present(names: tuple[str, ...]) -> list[str]:
-        return [name for name in names if _has_parameters(model, name)]
+        return [n for n in names if n in modules and any(True for _ in modules[n].parameters())]
 
     config = copy.deepcopy(plan.lora_config)
-    parameters = {name for name, _ in model.named_parameters()}
     config.target_modules = present(plan.modules) or DUMMY_TARGET_MODULES
     if plan.parameters:
         config.target_parameters = [name for name in plan.parameters if name in parameters]
     config.modules_to_save = present(plan.saved_modules) or None
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
     return config
-
-
-def _has_parameters(model: nn.Module, name: str) -> bool:
-    try:
-        module = model.get_submodule(name)
-    except AttributeError:
-        return False
-    return next(module.parameters(), None) is not None
 
 
 def _file_tensors(model: nn.Module, embedding_keys: frozenset[str]) -> dict[str, torch.Tensor]:

@@ -104,8 +104,20 @@ class CausalLM(ChunkedObjective):
         return loss if divisor is num_items else loss / num_items, named
 
     def metrics(self, named: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-        """The token metrics, each a mean over micro-batches."""
-        return token_metrics(named) if self.metric_names else {}
+        """The token metrics as TRL's SFTTrainer has them: means over micro-batches, from the
+        tensors that the last stage gave for each. Raises ProtocolError where sums are missing."""
+        if not self.metric_names:
+            return {}
+        sums = [tensors[SUMS] for tensors in named if SUMS in tensors]
+        if len(sums) != len(named) or any(
+            s.shape != (3,) or s.dtype != torch.float32 for s in sums
+        ):
+            raise ProtocolError("the last stage gave no sums for training.token_metrics")
+        if not sums:
+            return {}
+        found = torch.stack(sums).double().cpu()
+        means = found[:, :2] / found[:, 2:].clamp(min=1)
+        return dict(zip(TOKEN_METRICS, means.mean(0).tolist(), strict=True))
 
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
         """Counts as transformers' Trainer does. The Trainer leaves out the first label of each row,
@@ -182,16 +194,3 @@ class TokenSums:
             found = entropy_T.where(is_label_T, 0), logits_TV.argmax(-1) == label_T, is_label_T
             sums = torch.stack([values_T.sum(dtype=torch.float32) for values_T in found])
             self.total = sums if self.total is None else self.total + sums
-
-
-def token_metrics(named: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-    """TOKEN_METRICS as TRL's SFTTrainer has them: means over micro-batches, from the tensors that
-    the last stage gave for each. Raises ProtocolError where the sums are missing."""
-    sums = [tensors[SUMS] for tensors in named if SUMS in tensors]
-    if len(sums) != len(named) or any(s.shape != (3,) or s.dtype != torch.float32 for s in sums):
-        raise ProtocolError("the last stage gave no sums for training.token_metrics")
-    if not sums:
-        return {}
-    found = torch.stack(sums).double().cpu()
-    means = found[:, :2] / found[:, 2:].clamp(min=1)
-    return dict(zip(TOKEN_METRICS, means.mean(0).tolist(), strict=True))

@@ -460,9 +460,8 @@ class _Watch(WeightUses):
         for block, module, output in self._inside:
             parts = []
             for path, tensor in tensors_at(output):
-                if self.provenance.shares(tensor, top) or not self.provenance.is_read_after(
-                    tensor, last
-                ):
+                provenance = self.provenance
+                if provenance.shares(tensor, top) or not provenance.is_held(tensor, last):
                     continue
                 places = ((len(self._blocks), ()),)
                 form = tuple(tensor.shape), tensor.dtype
@@ -518,12 +517,6 @@ class Provenance(TorchDispatchMode):
     def is_read(self, tensor: torch.Tensor, block: int) -> bool:
         """Whether an operation in this block takes the tensor, or another view of its memory."""
         return _storage(tensor) in self._read.get(2 * block, ())
-
-    def is_read_after(self, tensor: torch.Tensor, block: int) -> bool:
-        """Whether an operation after this block, the last one, takes the tensor."""
-        return any(
-            phase > 2 * block and _storage(tensor) in read for phase, read in self._read.items()
-        )
 
     @staticmethod
     def shares(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -41,6 +41,7 @@ _MOST_PARTS = 4096
 _COUNT = re.compile(r"(?<!max_window_)(layers?|blocks?|depth|experts|num_labels)$")
 _SETTINGS = (repository.CONFIG, repository.GENERATION)
 _CPU = torch.device("cpu")
+_SHOWN = 4  # names in an error
 _CODE_HINT = (
     "take a model that the installed transformers knows by itself; where it knows this one too,"
     " copy the folder and take that entry out of the file"
@@ -118,10 +119,10 @@ def stored_format(settings: Any) -> str | None:
     return None if method is None or name.startswith("bitsandbytes") else name
 
 
-def check_quantizer(settings: Any, source: str) -> None:
-    """Raise ModelError for weights in a form that cannot be read here."""
+def check_quantizer(settings: Any, source: str) -> str | None:
+    """The `stored_format`. Raises ModelError for a form that cannot be read here."""
     if (name := stored_format(settings)) is None:
-        return
+        return None
     if not registry.has("stored_formats", name):
         known = ", ".join(["bitsandbytes", *registry.names("stored_formats")])
         raise ModelError(
@@ -136,6 +137,7 @@ def check_quantizer(settings: Any, source: str) -> None:
             f" not have {needed}",
             hint=f"pip install '{needed}'",
         )
+    return name
 
 
 def as_loaded(config: PretrainedConfig) -> None:
@@ -189,7 +191,10 @@ class Checkpoint:
         else:
             with _open(self.index) as file:
                 self.files = dict.fromkeys(file.keys(), name)
-        self._form = self._stored_format(quantization_of(fields))
+        self._form: StoredFormat | None = None
+        settings = quantization_of(fields)
+        if (form := check_quantizer(settings, source)) is not None:
+            self._form = registry.find("stored_formats", form)(settings, source)
         self.is_stored_otherwise = self._form is not None
         self.parts: Mapping[str, Mapping[str, str]] = (
             {name: {"": name} for name in self.files}
@@ -220,13 +225,6 @@ class Checkpoint:
             f"{platform.node()} finds no {' and no '.join(names)} in model {self.source!r}",
             hint=_CONVERT,
         )
-
-    def _stored_format(self, settings: Any) -> StoredFormat | None:
-        check_quantizer(settings, self.source)
-        if (name := stored_format(settings)) is None:
-            return None
-        form: StoredFormat = registry.find("stored_formats", name)(settings, self.source)
-        return form
 
     def path(self, filename: str) -> Path | None:
         """The local path of a file of the model, downloaded if need be; None if there is none."""
@@ -359,9 +357,9 @@ def refuse_wrapped(checkpoint: Checkpoint, known: Container[str]) -> None:
                 )
 
 
-def few(names: Sequence[str], most: int = 4) -> str:
+def few(names: Sequence[str]) -> str:
     """The first names, with "..." where there are more."""
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
 def renaming(model: PreTrainedModel, known: dict[str, bool]) -> Callable[[str], str]:

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from hetero_framework.config import StageSpec, TrainingConfig
 from hetero_framework.errors import ArchitectureError, ProtocolError
 from hetero_framework.models.cut import causal_lm
-from hetero_framework.models.cut.causal_lm import SUMS, CausalLM, TokenSums, token_metrics
+from hetero_framework.models.cut.causal_lm import SUMS, CausalLM, TokenSums
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import towers
 from hetero_framework.models.cut.objectives import objective_of
@@ -143,15 +143,16 @@ def test_tokens_that_the_model_rules_out_add_nothing() -> None:
 
 def test_metrics_are_means_over_micro_batches_each_a_mean_over_its_tokens() -> None:
     named = [{SUMS: torch.tensor(values)} for values in ([6.0, 1.0, 2.0], [1.0, 1.0, 1.0])]
-    assert token_metrics(named) == {"entropy": 2.0, "mean_token_accuracy": 0.75}
-    assert token_metrics([{SUMS: torch.zeros(3)}]) == {"entropy": 0, "mean_token_accuracy": 0}
-    assert token_metrics([]) == {}
+    metrics = CausalLM(None, token_metrics=True).metrics
+    assert metrics(named) == {"entropy": 2.0, "mean_token_accuracy": 0.75}
+    assert metrics([{SUMS: torch.zeros(3)}]) == {"entropy": 0, "mean_token_accuracy": 0}
+    assert metrics([]) == {}
 
 
 @pytest.mark.parametrize("named", [{}, {SUMS: torch.zeros(2)}, {SUMS: torch.zeros(3).long()}])
 def test_other_tensors_of_a_peer_are_refused(named: dict[str, torch.Tensor]) -> None:
     with pytest.raises(ProtocolError, match="the last stage gave no sums"):
-        token_metrics([{SUMS: torch.zeros(3)}, named])
+        CausalLM(None, token_metrics=True).metrics([{SUMS: torch.zeros(3)}, named])
 
 
 def test_logits_that_are_no_rows_of_tokens_are_refused() -> None:
