@@ -217,29 +217,24 @@ class ModelSource:
         return new_names(whole, meta_model(self.config), self.checkpoint)
 
     def stored_lines(self) -> list[str]:
-        """A line on weights that a checkpoint stores in a form of few bits: the bytes of their
-        files, if known without a download, the bytes of the full weights, and the time to make
-        these. Raises ModelError also where tensors that are on this machine do not belong to each
-        other."""
+        """A line on weights that a checkpoint stores in a form of few bits: the bytes of the full
+        weights, and the time to make them. Raises ModelError also where tensors that are on this
+        machine do not belong to each other."""
         if not self.has_checkpoint or (form := self.form) is None:
             return []
-        files = None
         try:
-            checkpoint = Checkpoint(self.place, self.model.revision, local=True)
-            checkpoint.check_stored()
-            files = checkpoint.file_bytes()
+            Checkpoint(self.place, self.model.revision, local=True).check_stored()
         except ModelError:
             if Path(self.place).is_dir():
                 raise
         numbers = sum(weight.numel() for weight in meta_model(self.config).parameters())
-        held = "their files" if files is None else f"{size(files)} of files"
         full, name = size(numbers * self.dtype.itemsize), str(self.dtype).removeprefix("torch.")
         tested = registry.facts("stored_formats", form).get("tested", "nothing that is known here")
         return [
-            f"weights stored as {form} are made full as each stage loads its own: {held} become"
-            f" {full} of {name} (or what model.quantization makes of it), in"
-            f" {seconds(numbers / _A_SECOND)} in one process (assumed:"
-            f" {_A_SECOND / 1e6:.0f} million numbers a second); the form is tested against {tested}"
+            f"weights stored as {form} are made full as each stage loads its own: {full} of {name}"
+            f" (or what model.quantization makes of it), in {seconds(numbers / _A_SECOND)} in one"
+            f" process (assumed: {_A_SECOND / 1e6:.0f} million numbers a second); the form is"
+            f" tested against {tested}"
         ]
 
 

@@ -5,7 +5,6 @@ Only files that hold a wanted tensor are opened or downloaded; a tensor's bytes 
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import sys
@@ -38,6 +37,7 @@ _FILE_NAME = re.compile(r"(?!\.)[^/\\:\0]+")
 _NAMED = "transformers_weights"
 _WEIGHTS = re.compile(_FILE_NAME.pattern + r"\.safetensors(\.index\.json)?")
 _MOST_PARTS = 4096
+_MOST_INDEX_BYTES = 1 << 28
 _COUNT = re.compile(r"(?<!max_window_)(layers?|blocks?|depth|experts|num_labels)$")
 _SETTINGS = (repository.CONFIG, repository.GENERATION)
 _CPU = torch.device("cpu")
@@ -185,11 +185,12 @@ class Checkpoint:
         self._local = local
         path = self.path(repository.CONFIG)
         fields = {} if path is None else repository.read_json(path, ModelError)
-        self.index, name = self._first(fields.get(_NAMED))
+        first, name = self._first(fields.get(_NAMED))
         if name.endswith(".json"):
-            self.files = _weight_map(self.index)
+            index = repository.read_json(first, ModelError, _MOST_INDEX_BYTES)
+            self.files = _weight_map(first, index.get("weight_map"))
         else:
-            with _open(self.index) as file:
+            with _open(first) as file:
                 self.files = dict.fromkeys(file.keys(), name)
         self._form: StoredFormat | None = None
         settings = quantization_of(fields)
@@ -299,16 +300,6 @@ class Checkpoint:
                     " the quant_algo that hf_quant_config.json has",
                 )
 
-    def file_bytes(self) -> int | None:
-        """Bytes of the model's weights as they are stored; None where only a download tells."""
-        if self.index.suffix == ".json":
-            about = repository.read_json(self.index, ModelError).get("metadata")
-            total = about.get("total_size") if isinstance(about, dict) else None
-            if isinstance(total, (int, float)):
-                return int(total)
-        paths = [self.path(name) for name in {*self.files.values()}]
-        return sum(path.stat().st_size for path in paths if path) if all(paths) else None
-
     def check_stored(self) -> None:
         """Raise ModelError where tensors of a stored weight do not belong to each other. Checks the
         files that are on this machine, and reads only the scales."""
@@ -391,20 +382,16 @@ def checkpoint_form(model: Any, state: dict[str, torch.Tensor]) -> dict[str, tor
         model._weight_conversions = recorded
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, as an index says it."""
-    repository.refuse_mistaken(index, ModelError)
-    try:
-        files = json.loads(index.read_text("utf-8"))["weight_map"]
-        names = set(files.values())
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(index, f"it has no weight_map ({type(error).__name__})") from error
-    for name in names:
+def _weight_map(index: Path, files: Any) -> dict[str, str]:
+    """The file of each tensor, as the `weight_map` of an index says it."""
+    if not isinstance(files, dict):
+        raise _damaged(index, "it has no weight_map")
+    for name in files.values():
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
             raise _damaged(index, f"its weight_map names {name!r}, which is not a file beside it")
         if not name.endswith(".safetensors"):
             raise ModelError(f"{index} names {name}, but only safetensors are read", hint=_CONVERT)
-    return dict(files)
+    return files
 
 
 def _open(path: Path) -> Any:
