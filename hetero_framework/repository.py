@@ -185,9 +185,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def pickled(path: Path) -> str | None:
-    """The reason why reading a file may run code, by its name or first bytes; None if none."""
-    if path.suffix.lower() in PICKLED_SUFFIXES:
-        return f"{path.suffix.lower()} files are pickled"
+    """The reason why reading a file may run code, by its first bytes; None if none."""
     try:
         with path.open("rb") as file:
             head = file.read(4)

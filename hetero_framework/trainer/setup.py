@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -155,7 +155,9 @@ def prepare(
     tokenizer, data = (None, own) if own else read_data(config, source.config, most=most)
     for line in data.report:
         say(line)
-    resolved, source = with_labels(resolved, source, data)
+    if (head := head_for(source.model.task)) is not None:
+        resolved = resolved.decide("model", *head.decided(source.model, data))
+        source = ModelSource.of(resolved.config)
     config, model_config = resolved.config, source.config
     if config.adapter is not None:
         resolved, adapter_plan = _with_adapter(resolved, config.adapter, source)
@@ -233,11 +235,19 @@ def _as_its_files_hold_it(
 def _with_adapter(
     resolved: Resolved, adapter: AdapterConfig, source: ModelSource
 ) -> tuple[Resolved, AdapterPlan]:
-    """Plan the adapter, with the settings of the one that it begins with."""
+    """Plan the adapter, with the settings of the one that it begins with. Raises ConfigError also
+    if it would not hold all weights that begin at random."""
     from hetero_framework.models.adapters.lora import explicit_settings, plan_adapter
 
     plan = plan_adapter(source.config, adapter, source.base_dir)
-    _check_head(source.new_weights, plan)
+    saved = tuple(f"{name}." for name in plan.saved_modules)
+    if lost := [name for name in source.new_weights if not name.startswith(saved)]:
+        raise ConfigError(
+            f"the checkpoint has no weights for {few(lost)}: they would begin at random, and the"
+            " adapter would not bring them along",
+            hint=f'name their module in "adapter.modules_to_save" ({lost[0].rpartition(".")[0]}),'
+            " or train all weights",
+        )
     for remark in plan.remarks:
         _log.warning("%s", remark)
     explicit = explicit_settings(adapter, plan)
@@ -264,17 +274,6 @@ def read_data(
     )
     check_positions(model_config, data.row_tokens)
     return tokenizer, data
-
-
-def with_labels(
-    resolved: Resolved, source: ModelSource, data: TrainData
-) -> tuple[Resolved, ModelSource]:
-    """The settings and the model with the head that the data need. Raises ConfigError if that is
-    not possible."""
-    if (head := head_for(source.model.task)) is None:
-        return resolved, source
-    resolved = resolved.decide("model", *head.decided(source.model, data))
-    return resolved, ModelSource.of(resolved.config)
 
 
 def replanned(prepared: Prepared, plan: Entries, facts: Facts, reason: str) -> Prepared:
@@ -383,18 +382,6 @@ def check_objective(
     objective.check(plan)
 
 
-def _check_head(new: Sequence[str], plan: AdapterPlan) -> None:
-    """Raise ConfigError if the adapter would not hold all `new` weights, which begin at random."""
-    lost = [n for n in new if not any(n.startswith(f"{name}.") for name in plan.saved_modules)]
-    if lost:
-        raise ConfigError(
-            f"the checkpoint has no weights for {', '.join(lost[:4])}: they would begin at random,"
-            " and the adapter would not bring them along",
-            hint=f'name their module in "adapter.modules_to_save" ({lost[0].rpartition(".")[0]}),'
-            " or train all weights",
-        )
-
-
 def check_positions(model_config: PretrainedConfig, tokens: int) -> None:
     """Raise DataError when a sample is longer than the model's table of positions. Only learned
     tables have an end; rotary and other computed positions have none."""
@@ -476,7 +463,9 @@ def fit_devices(prepared: Prepared, facts: Facts) -> Prepared:
         estimated = estimate_memory(changed, model, tokens=tokens, plan=plan, in_flight=in_flight)
         recomputing = placed(estimated)
         chosen = recompute_stages(memory, recomputing, optional, devices)
-        line = _checkpointing_line(chosen)
+        stages = f"stage{'s' * (len(chosen) > 1)} {', '.join(map(str, sorted(chosen)))}"
+        needed = f", to fit the memory: {stages}" if chosen else ": no stage needs it"
+        line = f"gradient checkpointing{needed}"
         resolved = _checkpointing(resolved, {k: k in chosen for k in sorted(optional)}, line)
         memory = [recomputing[m.index] if m.index in chosen else m for m in memory]
         _log.info("%s", line)
@@ -517,13 +506,6 @@ def _checkpointing(resolved: Resolved, chosen: Mapping[int, bool], reason: str) 
     for stage, value in chosen.items():
         resolved = resolved.decide(f"shard_plan[{stage}].gradient_checkpointing", value, reason)
     return resolved
-
-
-def _checkpointing_line(chosen: Collection[int]) -> str:
-    if not chosen:
-        return "gradient checkpointing: no stage needs it"
-    which = ", ".join(map(str, sorted(chosen)))
-    return f"gradient checkpointing, to fit the memory: stage{'s' * (len(chosen) > 1)} {which}"
 
 
 def load_initial_adapter(

@@ -242,9 +242,9 @@ def _saved_config(folder: Path, adapter: AdapterConfig | None) -> tuple[LoraConf
                 hint="give a directory that PEFT's save_pretrained wrote with safetensors;"
                 " `hetero export` makes one of a checkpoint",
             )
-    hint = "take that entry out of the file, or another adapter"
-    repository.refuse_code(str(folder), None, (repository.ADAPTER,), ConfigError, hint)
     raw = repository.read_json(path := folder / repository.ADAPTER, ConfigError)
+    hint = "take that entry out of the file, or another adapter"
+    repository.refuse_code_in(raw, str(path), ConfigError, hint)
     if raw.get("peft_type") != "LORA":
         raise ConfigError(f"{folder} holds a {raw.get('peft_type')} adapter; only LoRA is read")
     known = {k: v for k, v in raw.items() if k in AdapterConfig.model_fields and v is not None}

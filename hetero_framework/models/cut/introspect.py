@@ -140,11 +140,6 @@ class ModelStructure:
         return len(self.forms)
 
     @property
-    def width_factor(self) -> int:
-        """The last size of a hidden state, as a multiple of the hidden size."""
-        return self.hidden_shape[-1] // self.tiny_width
-
-    @property
     def streams(self) -> int:
         """Numbers per token in the tiny copy's hidden state, as a multiple of the hidden size."""
         tokens = PROBE_ROWS * self.hidden_tokens(PROBE_TOKENS * self.ids_per_token)

@@ -347,7 +347,9 @@ class Shard:
     @property
     def width(self) -> int:
         """The last size of a hidden state that crosses a boundary."""
-        return int(self.config.get_text_config().hidden_size) * self._whole.structure.width_factor
+        structure = self._whole.structure
+        factor = structure.hidden_shape[-1] // structure.tiny_width
+        return int(self.config.get_text_config().hidden_size) * factor
 
     @property
     def ids_per_token(self) -> int:
@@ -505,12 +507,6 @@ class Shard:
             raise AssertionError("the forward ended without a hidden state or a side tensor")
         return left
 
-    @property
-    def _cache_name(self) -> str:
-        """The name of the model's argument for a cache."""
-        takes = inspect.signature(type(self.model).forward).parameters
-        return "cache_params" if "cache_params" in takes else "past_key_values"
-
     def next_logits(self, inputs: Inputs, received: Bundle, cache: Any) -> Tensor:
         """The logits [V] of the token that follows the only row of `inputs`, on the last shard."""
         logits_BSV: Tensor = self._run(inputs, as_inner(received), cache).logits
@@ -611,7 +607,9 @@ class Shard:
             with knowing(arguments.get("attention_mask")):
                 if cache is None:
                     return self.model(**arguments, use_cache=False, **extra)
-                arguments[self._cache_name] = cache.library
+                takes = inspect.signature(type(self.model).forward).parameters
+                name = "cache_params" if "cache_params" in takes else "past_key_values"
+                arguments[name] = cache.library
                 return self.model(**arguments, use_cache=True, **extra)
         finally:
             self._injected = ()

@@ -318,17 +318,13 @@ def tiny_config(name: str, task: Task = "causal-lm") -> PretrainedConfig:
     text = config_for(default, task)
     if text is not default and text.model_type in CONFIG_MAPPING:
         return tiny_config(text.model_type, task)
-    settings = _merged(_settings_of_parts(default), extra)
+    parts = {part: getattr(default, part, None) for part in default.sub_configs}
+    kinds = {part: inner.model_type for part, inner in parts.items() if inner is not None}
+    of_parts = {part: _DEFAULTS[kind] for part, kind in kinds.items() if kind in _DEFAULTS}
+    settings = _merged(of_parts, extra)
     counts = _layer_counts(default.to_dict())
     whole = config_for(cls(**_merged(counts, settings)), task)
     return config_for(shrink(whole), task)
-
-
-def _settings_of_parts(config: PretrainedConfig) -> dict[str, Any]:
-    """The entries of `_DEFAULTS` for the configurations inside."""
-    parts = {name: getattr(config, name, None) for name in config.sub_configs}
-    types = {name: part.model_type for name, part in parts.items() if part is not None}
-    return {name: _DEFAULTS[kind] for name, kind in types.items() if kind in _DEFAULTS}
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -156,5 +156,8 @@ def test_hidden_states_that_the_model_keeps_using_are_known() -> None:
 
 def test_the_widths_of_several_streams_and_of_added_tokens_are_known() -> None:
     names = ("llama", "qwen4_exp_text", "cpmant", "prophetnet")
-    found = [(s.width_factor, s.token_factor, s.more_tokens) for s in map(structure, names)]
+    found = [
+        (s.hidden_shape[-1] // s.tiny_width, s.token_factor, s.more_tokens)
+        for s in map(structure, names)
+    ]
     assert found == [(1, 1, 0), (4, 1, 0), (1, 1, 32), (1, 3, 0)]
