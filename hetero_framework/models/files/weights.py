@@ -279,14 +279,13 @@ class Checkpoint:
                 tensors = {name: opened[self.files[name]].get_slice(name) for name in names}
             slices = {}
             for name, stored in parts.items():
-                if self._form is None and tensors[name].get_dtype().startswith("F8"):
-                    self._refuse_scaled(name)
-                by_role = {role: tensors[part] for role, part in stored.items()}
-                slices[name] = (
-                    tensors[name]
-                    if self._form is None
-                    else self._form.weight(name, by_role, dtype, device)
-                )
+                if self._form is not None:
+                    by_role = {role: tensors[part] for role, part in stored.items()}
+                    slices[name] = self._form.weight(name, by_role, dtype, device)
+                else:
+                    slices[name] = tensors[name]
+                    if slices[name].get_dtype().startswith("F8"):
+                        self._refuse_scaled(name)
             yield slices
 
     def _refuse_scaled(self, name: str) -> None:
@@ -303,16 +302,10 @@ class Checkpoint:
     def check_stored(self) -> None:
         """Raise ModelError where tensors of a stored weight do not belong to each other. Checks the
         files that are on this machine, and reads only the scales."""
-        if self._form is None:
-            return
-        paths = {name: self.path(name) for name in sorted({*self.files.values()})}
-        with ExitStack() as stack:
-            opened = {name: stack.enter_context(_open(p)) for name, p in paths.items() if p}
-            there = {name for file in opened.values() for name in file.keys()}  # noqa: SIM118
-            for weight, parts in self.parts.items():
-                if there.issuperset(parts.values()):
-                    tensors = {r: opened[self.files[n]].get_slice(n) for r, n in parts.items()}
-                    self._form.weight(weight, tensors, torch.float32, _CPU)
+        paths = {file: self.path(file) for file in {*self.files.values()}}
+        here = {name for name, file in self.files.items() if paths[file] is not None}
+        with self.slices(lambda name: here.issuperset(self.parts[name].values())):
+            pass  # it is the making of a slice that checks its tensors
 
 
 _WRAPPERS = {
