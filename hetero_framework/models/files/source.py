@@ -175,6 +175,7 @@ class ModelSource:
             return self, lines
         unlike = [t for t, s in twice.items() if not self._are_equal(keys[t], keys[s])]
         held = ModelSource(self.model.changed(tie_word_embeddings=not unlike), self.base_dir)
+        held.stated, held.checkpoint = self.stated, self.checkpoint
         if unlike:
             target, source = unlike[0], twice[unlike[0]]
             apart = tied_names(meta_model(held.config))
