@@ -34,8 +34,9 @@ from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.train_data import Corpus
 from hetero_framework.errors import DataError, in_words
 
-_MMAP, _CACHED = b"MMIDIDX\0\0", b"TNTIDX\0\0"
+_MMAP = b"MMIDIDX\0\0"
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are no integers
+_HEAD_BYTES = 34
 _PAIR = "the .idx belongs to another .bin, or one of the two was not copied whole"
 _CHUNK = 1 << 20  # sequences looked at together
 _SAMPLED = 256, 4096  # pieces of a .bin that its fingerprint covers, and bytes of each
@@ -50,28 +51,22 @@ _SURPLUS = 0.005  # share of samples that each part of a blend has in reserve
 
 
 class IndexedFile:
-    """The sequences of a `.bin` by its `.idx`, in Megatron's present format (MMIDIDX) or in the
-    format of its "cached" and "lazy" data sets (TNTIDX).
+    """The sequences of a `.bin` by its `.idx`, in Megatron's format MMIDIDX.
 
-    `lengths` holds the number of tokens of each sequence, `starts` its place in the `.bin` in units
-    of `unit` bytes. Raises DataError, with the file's name, where the two files do not fit.
+    `lengths` holds the number of tokens of each sequence, `starts` its first byte in the `.bin`.
+    Raises DataError, with the file's name, where the two files do not fit.
     """
 
     def __init__(self, idx: Path) -> None:
         self.idx, self.bin = idx, idx.with_suffix(".bin")
         self._index, self._tokens = _mapped(self.idx), _mapped(self.bin)
-        head = self._index[:56]
-        present = head.startswith(_MMAP)
-        if not present and not head.startswith(_CACHED):
-            raise DataError(f"{idx} is not an index of Megatron's: it begins with {head[:9]!r}")
+        head = self._index[:_HEAD_BYTES]
+        if not head.startswith(_MMAP):
+            raise DataError(
+                f"{idx} is not an index of Megatron's: it begins with {head[:9]!r}, not {_MMAP!r}"
+            )
         try:
-            if present:
-                version, code, count, documents = struct.unpack_from("<QBQQ", head, 9)
-                begin, kinds = 34, [("<i4", count), ("<i8", count), ("<i8", documents)]
-            else:
-                version, code, size, count, sizes, documents = struct.unpack_from("<6Q", head, 8)
-                numbers = (count + 1, count + 1, sizes, documents)
-                begin, kinds = 56, [("<i8", n) for n in numbers]
+            version, code, count, documents = struct.unpack_from("<QBQQ", head, len(_MMAP))
         except struct.error as error:
             raise DataError(f"{idx} ends within its header", hint=_PAIR) from error
         if version != 1:
@@ -80,25 +75,18 @@ class IndexedFile:
             known = ", ".join(map(str, _TYPES))
             raise DataError(f"{idx}: its type of tokens has the code {code}, not one of {known}")
         self.dtype = np.dtype(_TYPES[code])
-        *places, whole = accumulate((np.dtype(k).itemsize * n for k, n in kinds), initial=begin)
+        kinds = [("<i4", count), ("<i8", count), ("<i8", documents)]
+        sizes = (np.dtype(kind).itemsize * n for kind, n in kinds)
+        *places, whole = accumulate(sizes, initial=_HEAD_BYTES)
         modes = len(self._index) - whole
-        if modes not in (0, count * present):
+        if modes not in (0, count):
             parts = f"{count:,} sequences and {documents:,} bounds of documents"
             text = f"{idx} has {len(self._index):,} bytes, but {parts} take {whole:,}"
             raise DataError(text, hint=_PAIR)
-        arrays = [
+        self.lengths, self.starts, bounds = (
             np.frombuffer(self._index, kind, n, place)
             for (kind, n), place in zip(kinds, places, strict=True)
-        ]
-        if present:
-            self.unit = 1
-            self.lengths, self.starts, bounds = arrays
-        else:
-            self.unit = size
-            if sizes != count or size != self.dtype.itemsize:
-                text = f"{count:,} arrays of {sizes:,} dimensions of {size} bytes of {self.dtype}"
-                raise DataError(f"{idx} holds {text}, not sequences of tokens")
-            self.starts, self.lengths, bounds = arrays[1][:-1], *arrays[2:]
+        )
         self._check(bounds, np.frombuffer(self._index, "i1", modes, whole))
 
     def __len__(self) -> int:
@@ -112,14 +100,11 @@ class IndexedFile:
             text = f"{total:,} tokens of {item} bytes, which is {total * item:,} bytes"
             raise DataError(f"{self.idx} lists {text}, but {self.bin} has {size:,}", hint=_PAIR)
         for part in _chunks(len(self)):
-            # Values beyond the file are cut to size + 1, so that products do not wrap.
-            lengths = np.minimum(self.lengths[part].astype(np.int64), size + 1)
-            starts = np.minimum(self.starts[part], size + 1) * self.unit
+            lengths, starts = self.lengths[part].astype(np.int64), self.starts[part]
             wrong = (lengths < 0) | (starts < 0) | (starts > size - lengths * item)
             for k in part.start + np.flatnonzero(wrong):
-                place = int(self.starts[k]) * self.unit
-                text = f"{self.lengths[k]:,} tokens from byte {place:,} on, is outside {self.bin}"
-                text = f"{self.idx}: sequence {k}, {text} of {size:,} bytes"
+                text = f"{self.lengths[k]:,} tokens from byte {self.starts[k]:,} on, is outside"
+                text = f"{self.idx}: sequence {k}, {text} {self.bin} of {size:,} bytes"
                 raise DataError(text, hint=_PAIR)
             for k in part.start + np.flatnonzero(modes[part]):
                 text = f"{self.idx}: sequence {k} has mode {modes[k]}"
@@ -132,7 +117,7 @@ class IndexedFile:
     def tokens(self, sequence: int, begin: int, most: int) -> np.ndarray:
         """At most `most` tokens of a sequence from its token `begin` on, as a view of the file."""
         count = min(most, int(self.lengths[sequence]) - begin)
-        place = int(self.starts[sequence]) * self.unit + begin * self.dtype.itemsize
+        place = int(self.starts[sequence]) + begin * self.dtype.itemsize
         return np.frombuffer(self._tokens, self.dtype, count, place)
 
     @cached_property
