@@ -385,8 +385,7 @@ class Pictures(Chains):
 
     def read(self, model: ModelConfig, base_dir: Path) -> ImageConfig:
         source = ModelSource(model, base_dir)
-        config = source.stated
-        if type(config) not in AutoModelForImageClassification._model_mapping:
+        if type(config := source.stated) not in AutoModelForImageClassification._model_mapping:
             raise ArchitectureError(
                 f"transformers has no class for image-classification of model type"
                 f" {config.model_type!r}",
