@@ -408,6 +408,11 @@ class Pipeline:
             host.snapshot(self._committed)
         self._snapshot = _StateReader("checkpoint", self._committed, self._host_of), take
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether `take` of a snapshot has not had every part yet."""
+        return self._snapshot is not None
+
     def finish_snapshot(self) -> None:
         """Wait until `take` has had every part. After LinkLost begin with `snapshot` again."""
         while self._snapshot is not None:

@@ -91,9 +91,8 @@ class CheckpointStore:
 
     def has(self, step: int | None) -> bool:
         """Whether the checkpoint of a step has a manifest."""
-        with suppress(OSError):  # what cannot be looked at is not complete
-            names = (f"step_{step}", f"step_{step}.old")
-            return any((self.root / name / MANIFEST).is_file() for name in names)
+        with suppress(CheckpointError):  # what cannot be looked at is not complete
+            return step in self.complete_steps()
         return False
 
     def hold(self, step: int | None) -> None:
@@ -388,22 +387,28 @@ class CheckpointReader:
             if not chosen:
                 continue
             self._verify_file(entry)
-            try:
-                with safe_open(self.directory / entry["name"], framework="pt") as file:
-                    # Copies, not views of the mapped file: rotation may delete the file.
-                    yield from ((name, file.get_tensor(name).clone()) for name in chosen)
-            except (OSError, SafetensorError, RuntimeError) as error:  # torch maps the file
-                raise self._damaged(
-                    f"{entry['name']} cannot be read ({in_words(error)})"
-                ) from error
+            path = self.directory / entry["name"]
+            with self._reading(path), safe_open(path, framework="pt") as file:
+                # Copies, not views of the mapped file: rotation may delete the file.
+                yield from ((name, file.get_tensor(name).clone()) for name in chosen)
+
+    @contextmanager
+    def _reading(self, path: Path) -> Iterator[None]:
+        """Raise CheckpointError where the block cannot read a file or directory."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            if path.name == MANIFEST:
+                incomplete = f"checkpoint {self.step} is incomplete: it has no {MANIFEST}"
+                raise CheckpointError(incomplete) from error
+            raise self._damaged(f"{path.name} is missing") from error
+        except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+            # RuntimeError: torch maps the file, and JSON may be too deep.
+            raise self._damaged(f"{path.name} cannot be read ({in_words(error)})") from error
 
     def _refuse_planted(self, path: Path) -> None:
-        try:
+        with self._reading(path):
             wrong = untrusted_reason(path, by_group=True)
-        except FileNotFoundError:
-            return  # reported by the reader
-        except OSError as error:
-            raise self._damaged(f"{path.name} cannot be read ({error.strerror})") from error
         if wrong is not None:
             raise RefusedCheckpoint(
                 f"checkpoint {self.step} is not read, others may have made it: {path} "
@@ -412,14 +417,10 @@ class CheckpointReader:
             )
 
     def _read_manifest(self) -> dict[str, Any]:
-        self._refuse_planted(self.directory / MANIFEST)
-        try:
-            content = json.loads((self.directory / MANIFEST).read_bytes())
-        except FileNotFoundError as error:
-            incomplete = f"checkpoint {self.step} is incomplete: it has no {MANIFEST}"
-            raise CheckpointError(incomplete) from error
-        except (OSError, ValueError, RecursionError) as error:
-            raise self._damaged(f"{MANIFEST} cannot be read ({in_words(error)})") from error
+        path = self.directory / MANIFEST
+        self._refuse_planted(path)
+        with self._reading(path):
+            content = json.loads(path.read_bytes())
         if not isinstance(content, dict):
             raise self._damaged(f"{MANIFEST} is not an object")
         version = content.get("format_version")
@@ -446,22 +447,16 @@ class CheckpointReader:
         if not _FILE_NAME.fullmatch(name):
             raise self._damaged(f"{name!r} is not a file of a checkpoint")
         self._refuse_planted(path)
-        try:
+        with self._reading(path):
             nbytes = path.stat().st_size
-        except FileNotFoundError as error:
-            raise self._damaged(f"{name} is missing") from error
-        except OSError as error:
-            raise self._damaged(f"{name} cannot be read ({error.strerror})") from error
         if nbytes != entry["bytes"]:
             raise self._damaged(f"{name} has {nbytes} bytes instead of {entry['bytes']}")
 
     def _verify_file(self, entry: dict[str, Any]) -> None:
         if (name := entry["name"]) in self._verified:
             return
-        try:
+        with self._reading(self.directory / name):
             digest = _sha256(self.directory / name)
-        except OSError as error:
-            raise self._damaged(f"{name} cannot be read ({error.strerror})") from error
         if digest != entry["sha256"]:
             raise self._damaged(f"{name} does not have the sha256 that its manifest says")
         self._verified.add(name)

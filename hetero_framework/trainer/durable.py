@@ -16,7 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.engine.state_snapshot import digest
 from hetero_framework.errors import ResourceError
 from hetero_framework.log import event
-from hetero_framework.trainer.checkpoint import CheckpointWriter, durable_store
+from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
 from hetero_framework.trainer.state_by_parameter import TensorsInMemory, load_by_name
 from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.units import plural
@@ -66,17 +67,6 @@ class DurableStep:
     cut: Cut
 
 
-@dataclass
-class _Gathering:
-    """A state that is being copied."""
-
-    state: TrainState
-    committed: int | None
-    write: bool
-    beside: Mapping[str, torch.Tensor]
-    parts: dict[int, list[StatePart]] = field(default_factory=dict)
-
-
 class DurableSteps:
     """The durable step of one run. `after_step` in the training thread keeps it fresh."""
 
@@ -96,7 +86,6 @@ class DurableSteps:
         self._beside = beside
         self._store = durable_store(config)
         self._newest: DurableStep | None = None
-        self._gathering: _Gathering | None = None
         self._sealing: Future[DurableStep | None] | None = None
         self._begun_step = 0
         self.copy_s: float | None = None
@@ -107,9 +96,7 @@ class DurableSteps:
     @property
     def newest(self) -> DurableStep | None:
         """The durable step, after waiting for a later step that is being hashed and written."""
-        if self._sealing is not None:
-            wait_for([self._sealing], _SEAL_S)
-            self._take_sealed()
+        self._take_sealed(wait_s=_SEAL_S)
         return self._newest
 
     def written_step(self) -> int:
@@ -136,7 +123,10 @@ class DurableSteps:
             # The first commit makes the optimizer's state, so a copy has its full size now.
             self.take(state)
         self._step_s.append(seconds)
-        if self._gathering is None and state.step - self._begun_step >= self.interval():
+        if (
+            not self._cluster.pipeline.is_copied
+            and state.step - self._begun_step >= self.interval()
+        ):
             self._begin(state)
 
     def interval(self) -> int:
@@ -159,7 +149,7 @@ class DurableSteps:
     def replanned(self, config: Config) -> None:
         """Note that the run has other stages now. The former stages' durable step stays."""
         self._take_sealed(wait_s=_SEAL_S)
-        self._gathering, self._cut = None, _cut(config)
+        self._cut = _cut(config)
         self._step_s.clear()
 
     def rewind(self) -> TrainState | None:
@@ -168,7 +158,7 @@ class DurableSteps:
         LinkLost and StagesLost."""
         if (step := self.newest) is None:
             return None
-        self._gathering, self._begun_step = None, step.state.step
+        self._begun_step = step.state.step
         damaged = [k for k, held in step.stages.items() if digest(held.parts) != held.digest]
         if damaged:
             text = "the copy of stage %d after step %d has changed here: test the memory"
@@ -197,29 +187,33 @@ class DurableSteps:
     # -- inside ---------------------------------------------------------------------------------
 
     def _begin(self, state: TrainState, *, write: bool = True) -> None:
-        pipeline = self._cluster.pipeline
-        pipeline.snapshot(self._arrived)  # a link that breaks here changes nothing
-        self._gathering = _Gathering(state, pipeline.committed, write, self._beside())
+        pipeline, copied = self._cluster.pipeline, dict[int, list[StatePart]]()
+        beside = self._beside() if write else None
+        seal = partial(self._seal, state, pipeline.committed, copied, beside)
+
+        def arrived(stage: int, number: int, part: StatePart) -> None:
+            # The part's tensors are valid only during this call.
+            tensors = {name: tensor.detach().cpu().clone() for name, tensor in part.tensors.items()}
+            parts = copied.setdefault(stage, [])
+            del parts[number:]  # read again over a new link
+            parts.append(StatePart(tensors, dict(part.values), part.last))
+            if sum(received[-1].last for received in copied.values()) == len(self._cut):
+                self._take_sealed(wait_s=_SEAL_S)
+                self._sealing = in_background(seal, "durable step")
+
+        pipeline.snapshot(arrived)  # a link that breaks here changes nothing
         self._begun_step = state.step
 
-    def _arrived(self, stage: int, number: int, part: StatePart) -> None:
-        gathering = self._gathering
-        assert gathering is not None
-        # The part's tensors are valid only during this call.
-        tensors = {name: tensor.detach().cpu().clone() for name, tensor in part.tensors.items()}
-        parts = gathering.parts.setdefault(stage, [])
-        del parts[number:]  # read again over a new link
-        parts.append(StatePart(tensors, dict(part.values), part.last))
-        ended = [k for k, received in gathering.parts.items() if received[-1].last]
-        if len(ended) == len(self._cut):
-            self._gathering = None
-            self._take_sealed(wait_s=_SEAL_S)
-            self._sealing = in_background(lambda: self._seal(gathering), "durable step")
-
-    def _seal(self, gathering: _Gathering) -> DurableStep | None:
-        """Hash and write the gathered state, in a thread. None if it is not finite."""
-        state = gathering.state
-        for stage, parts in sorted(gathering.parts.items()):
+    def _seal(
+        self,
+        state: TrainState,
+        committed: int | None,
+        copied: Mapping[int, list[StatePart]],
+        beside: Mapping[str, torch.Tensor] | None,
+    ) -> DurableStep | None:
+        """Hash a state that was copied and, with the tensors `beside` it, write it; in a thread.
+        None if the state is not finite."""
+        for stage, parts in sorted(copied.items()):
             for part in parts:
                 for name, tensor in part.tensors.items():
                     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -227,21 +221,15 @@ class DurableSteps:
                         text = "%s of stage %d is not finite after step %d; that is not kept"
                         _log.warning(text, name, stage, state.step, extra=bad)
                         return None
-        stages = {k: HeldState(parts, digest(parts)) for k, parts in gathering.parts.items()}
-        if gathering.write:
-            self._write(state, stages, gathering.beside)
-        return DurableStep(state, gathering.committed, stages, self._cut)
-
-    def _write(
-        self, state: TrainState, stages: Mapping[int, HeldState], beside: Mapping[str, torch.Tensor]
-    ) -> None:
-        try:
-            with self._store.begin(state.step) as writer:
-                write_stages(writer, stages, beside, lambda values: self._manifest(state, values))
-        except ResourceError as error:
-            failed = event("durable step not written", "it is in memory", step=state.step)
-            text = "the state after step %d is in memory only: %s"
-            _log.warning(text, state.step, error.message, extra=failed)
+        stages = {k: HeldState(parts, digest(parts)) for k, parts in copied.items()}
+        if beside is not None:
+            try:
+                write_state(self._store, state, parts_of(stages), beside, self._manifest)
+            except ResourceError as error:
+                failed = event("durable step not written", "it is in memory", step=state.step)
+                text = "the state after step %d is in memory only: %s"
+                _log.warning(text, state.step, error.message, extra=failed)
+        return DurableStep(state, committed, stages, self._cut)
 
     def _take_sealed(self, wait_s: float = 0.0) -> None:
         if self._sealing is None or not wait_for([self._sealing], wait_s):
@@ -256,29 +244,45 @@ def _cut(config: Config) -> Cut:
     return tuple((stage.start, stage.end) for stage in config.plan.stages)
 
 
-def write_stages(
-    writer: CheckpointWriter,
-    stages: Mapping[int, HeldState],
-    beside: Mapping[str, torch.Tensor],
-    manifest: Callable[[dict[str, Any]], dict[str, Any]],
-) -> Path:
-    """Write a checkpoint of a state in memory: its `stages`, and the tensors `beside` them.
-    `manifest` makes the manifest from the state's plain values."""
-    values: dict[str, Any] = {}
-    for stage, held in sorted(stages.items()):
-        for number, part in enumerate(held.parts):
-            if part.tensors:
-                writer.add(stage, number, dict(part.tensors))
-            values.update(part.values)
-    write_beside(writer, len(stages), beside)
-    return writer.commit(manifest(values))
-
-
+TakePart = Callable[[int, int, StatePart], None]
+"""Takes a part of a state with its stage and number; its tensors are valid during the call."""
 BESIDE = "beside/"
 """Prefix of the tensors in a checkpoint that belong to no stage."""
 
 
-def write_beside(writer: CheckpointWriter, number: int, beside: Mapping[str, torch.Tensor]) -> None:
-    """Write the tensors `beside` the stages as those of a stage `number`, after the last stage."""
-    if beside:
-        writer.add(number, 0, {f"{BESIDE}{name}": tensor for name, tensor in beside.items()})
+def parts_of(stages: Mapping[int, HeldState]) -> Callable[[TakePart], None]:
+    """A function that calls its argument with every part of a state in memory."""
+
+    def gather(take: TakePart) -> None:
+        for stage, held in sorted(stages.items()):
+            for number, part in enumerate(held.parts):
+                take(stage, number, part)
+
+    return gather
+
+
+def write_state(
+    store: CheckpointStore,
+    state: TrainState,
+    gather: Callable[[TakePart], None],
+    beside: Mapping[str, torch.Tensor],
+    manifest: Callable[[TrainState, dict[str, Any]], dict[str, Any]],
+) -> Path:
+    """Write a checkpoint of the parts that `gather` brings and of the tensors `beside` them, which
+    get the number of a stage after the last. `manifest` makes the manifest of the parts' plain
+    values. Raises ResourceError."""
+    values: dict[str, Any] = {}
+    last = -1
+    with store.begin(state.step) as writer:
+
+        def take(stage: int, number: int, part: StatePart) -> None:
+            nonlocal last
+            last = max(last, stage)
+            if part.tensors:
+                writer.add(stage, number, dict(part.tensors))
+            values.update(part.values)
+
+        gather(take)
+        if beside:
+            writer.add(last + 1, 0, {f"{BESIDE}{name}": t for name, t in beside.items()})
+        return writer.commit(manifest(state, values))

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Set
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,19 @@ import torch
 
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config
-from hetero_framework.engine.pipeline import HeldState
 from hetero_framework.engine.stage import WEIGHTS
 from hetero_framework.engine.stage_api import StatePart
 from hetero_framework.errors import CheckpointError, HeteroError, ResourceError
 from hetero_framework.log import event
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore, durable_store
 from hetero_framework.trainer.continuation import check_identity, identity, versions
-from hetero_framework.trainer.durable import BESIDE, DurableSteps, write_beside, write_stages
+from hetero_framework.trainer.durable import (
+    BESIDE,
+    DurableSteps,
+    TakePart,
+    parts_of,
+    write_state,
+)
 from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.state_by_parameter import TensorsInMemory, by_parameter, load_by_name
 from hetero_framework.trainer.train_state import TrainState
@@ -93,12 +97,7 @@ class RunCheckpoints:
     def gather(self, take: Callable[[StatePart], None]) -> None:
         """Call `take` with every part of the stages' present state. A part's tensors are valid
         during the call. If a link breaks, the calls begin again with the first part."""
-
-        def gather() -> None:
-            self._cluster.pipeline.snapshot(lambda stage, number, part: take(part))
-            self._cluster.pipeline.finish_snapshot()
-
-        self._cluster.retrying(gather)
+        self._cluster.retrying(lambda: self._gather(lambda stage, number, part: take(part)))
 
     def take_over(
         self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], state: TrainState
@@ -119,7 +118,8 @@ class RunCheckpoints:
         if newest is None or (self._last is not None and self._last[0] >= newest.state.step):
             return
         with contextlib.suppress(ResourceError):
-            self._write_parts(self._store, newest.state, newest.stages)
+            gather = parts_of(newest.stages)
+            write_state(self._store, newest.state, gather, self.beside(), self.manifest)
             self._last = newest.state.step, self._store.root
 
     def close(self) -> None:
@@ -162,12 +162,8 @@ class RunCheckpoints:
 
     def take(self, reader: CheckpointReader) -> None:
         """Give the stages the state of a checkpoint; the run's position stays."""
-        last = self._last
         self._cluster.retrying(lambda: self._cluster.pipeline.rewind(None, {}))
-        try:
-            self.restore(reader)
-        finally:
-            self._last = last
+        self._cluster.retrying(lambda: self._load(reader))
 
     def last(self) -> CheckpointReader | None:
         """The run's last complete checkpoint; None where there is none. Raises CheckpointError
@@ -229,28 +225,16 @@ class RunCheckpoints:
 
     def _write(self, store: CheckpointStore, state: TrainState) -> Path | None:
         """Write the present state of the stages; None where it is not finite."""
+        gather = self._gather
         if self._durable is not None:
-            stages = self._durable.take(state, write=False)
-            return self._write_parts(store, state, stages) if stages is not None else None
-        values: dict[str, Any] = {}
-        with store.begin(state.step) as writer:
+            if (stages := self._durable.take(state, write=False)) is None:
+                return None
+            gather = parts_of(stages)
+        return write_state(store, state, gather, self.beside(), self.manifest)
 
-            def take(stage: int, number: int, part: StatePart) -> None:
-                if part.tensors:
-                    writer.add(stage, number, part.tensors)
-                values.update(part.values)
-
-            self._cluster.pipeline.snapshot(take)
-            self._cluster.pipeline.finish_snapshot()
-            write_beside(writer, len(self._prepared.config.plan.stages), self.beside())
-            return writer.commit(self.manifest(state, values))
-
-    def _write_parts(
-        self, store: CheckpointStore, state: TrainState, stages: Mapping[int, HeldState]
-    ) -> Path:
-        with store.begin(state.step) as writer:
-            manifest = partial(self.manifest, state)
-            return write_stages(writer, stages, self.beside(), manifest)
+    def _gather(self, take: TakePart) -> None:
+        self._cluster.pipeline.snapshot(take)
+        self._cluster.pipeline.finish_snapshot()
 
     def manifest(self, state: TrainState, values: dict[str, Any]) -> dict[str, Any]:
         """The manifest of a checkpoint of `state`; `values` are the stages' plain values."""

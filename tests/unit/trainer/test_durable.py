@@ -47,14 +47,16 @@ class Pipeline:
         self.weights = [torch.ones(3), torch.zeros(2)]
         self.take: Callable[..., None] | None = None
         self.breaks = False
+        self.is_copied = False
         self.rewound: list[Any] = []
 
     def snapshot(self, take: Callable[..., None]) -> None:
         if self.breaks:
             raise LinkLost(1, "reset")
-        self.take = take
+        self.take, self.is_copied = take, True
 
     def finish_snapshot(self) -> None:
+        self.is_copied = False
         for stage, weight in enumerate(self.weights):
             self.take(stage, 0, StatePart({f"weights/{stage}": weight}, {"n": stage}, last=True))
 
@@ -170,3 +172,14 @@ def test_copies_are_made_at_their_interval(durable: DurableSteps, pipeline: Pipe
             pipeline.finish_snapshot()
         made.append(durable.newest.state.step)
     assert made == [1, 1, 3, 3, 5, 5, 7]
+
+
+def test_a_copy_that_another_reader_of_the_state_replaced_is_begun_again(
+    durable: DurableSteps, pipeline: Pipeline
+) -> None:
+    durable.after_step(TrainState(step=1), 0.1)
+    durable.after_step(TrainState(step=3), 0.1)
+    pipeline.is_copied = False  # as where an island reads the state
+    durable.after_step(TrainState(step=5), 0.1)
+    pipeline.finish_snapshot()
+    assert durable.newest.state.step == 5
