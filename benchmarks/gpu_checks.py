@@ -800,7 +800,7 @@ def clock_error(device: Device) -> float:
         event = device.record_event()
         event.wait()
         after = time.perf_counter()
-        at = device.event_time(event)
+        at = event.at_s
         worst = max(worst, before - at, at - after)
     return worst
 

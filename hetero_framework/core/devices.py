@@ -39,7 +39,6 @@ _POLL_S = 0.0002
 _CLOCK_AGE_S = 5.0
 _CLOCK_TRIES = 3
 _CLOCK_WIDTH_S = 100e-6
-_IDLE_S = 0.5
 
 _T = TypeVar("_T")
 
@@ -79,6 +78,15 @@ class DeviceEvent:
     def done(self) -> bool:
         """Whether the point is reached."""
         return True
+
+    @property
+    def at_s(self) -> float:
+        """When the point was reached, in seconds of `time.perf_counter`; waits for it."""
+        return self.made_s
+
+    def until_s(self, end: DeviceEvent) -> float:
+        """Seconds on the device between two points that are reached."""
+        return end.at_s - self.at_s
 
 
 def _nothing() -> None:
@@ -233,14 +241,6 @@ class Device:
         queue up behind its computing begins to copy them here."""
         return DeviceEvent()
 
-    def seconds(self, begin: DeviceEvent, end: DeviceEvent) -> float:
-        """Seconds on the device between two points that are reached."""
-        return end.made_s - begin.made_s
-
-    def event_time(self, event: DeviceEvent) -> float:
-        """When a point was reached, in seconds of `time.perf_counter`; waits for it."""
-        return event.made_s
-
     def copy_out(self, tensor: torch.Tensor, event: DeviceEvent, pool: BufferPool) -> HostTensor:
         """`copies_out` of one tensor."""
         return self.copies_out([tensor], event, pool)[0]
@@ -324,12 +324,24 @@ class HostCopy:
         return host
 
 
-class _QueuedEvent(DeviceEvent):
-    """An event in a device's queue, and when it was seen reached. It keeps `held` until then."""
+@dataclass(frozen=True)
+class _DeviceClock:
+    """Ties the device's clock to the host's: `native` happened at `at_s` of time.perf_counter."""
 
-    def __init__(self, native: Any, held: Sequence[torch.Tensor] = ()) -> None:
+    native: Any
+    at_s: float
+
+
+class _QueuedEvent(DeviceEvent):
+    """An event in a device's queue. `clock` is an earlier event with its host time; without it the
+    event counts when it was seen, which is late if no thread watched. `held` is kept until then."""
+
+    def __init__(
+        self, native: Any, clock: _DeviceClock | None = None, held: Sequence[torch.Tensor] = ()
+    ) -> None:
         super().__init__()
         self.native = native
+        self.clock = clock
         self.held = held
         self._seen_s: float | None = None
 
@@ -343,59 +355,44 @@ class _QueuedEvent(DeviceEvent):
         return self._seen_s is not None
 
     @property
-    def seen_s(self) -> float:
-        """The time.perf_counter() when it was seen; waits for it. Late if no thread watched."""
+    def at_s(self) -> float:
         self.wait()
         assert self._seen_s is not None
-        return self._seen_s
+        if self.clock is None:
+            return self._seen_s
+        return self.clock.at_s + float(self.clock.native.elapsed_time(self.native)) / 1e3
+
+    def until_s(self, end: DeviceEvent) -> float:
+        assert isinstance(end, _QueuedEvent)
+        if self.clock is None or end.clock is None:
+            return super().until_s(end)
+        return float(self.native.elapsed_time(end.native)) / 1e3
 
 
 class _Watcher:
     """A thread that waits for events in the order in which they are made. So each event is seen
-    when it is reached, and the tensors that it holds live until then. The thread ends when no
-    events come; the next event starts it again."""
+    when it is reached, and the tensors that it holds live until then."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[_QueuedEvent] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._runs = False
 
     def watch(self, event: _QueuedEvent) -> None:
+        self._events.put(event)
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="watch events", daemon=True)
-                self._thread.start()
-            self._events.put(event)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="watch events", daemon=True).start()
 
     def _run(self) -> None:
         while True:
             try:
                 # No name for the event: it would keep the last one alive.
-                self._events.get(timeout=_IDLE_S).wait()
-            except queue.Empty:
-                with self._lock:
-                    if self._events.empty():
-                        self._thread = None
-                        return
+                self._events.get().wait()
             except Exception as error:
                 # The computing thread meets it as well; this one goes on with the next event.
                 _log.debug("a device event cannot be waited for: %s", error)
-
-
-class _StreamEvent(_QueuedEvent):
-    """An event with a `clock`: an earlier event and its host time, or None without timing."""
-
-    def __init__(self, native: Any, clock: _DeviceClock | None) -> None:
-        super().__init__(native)
-        self.clock = clock
-
-
-@dataclass(frozen=True)
-class _DeviceClock:
-    """Ties the device's clock to the host's: `native` happened at `at_s` of time.perf_counter."""
-
-    native: Any
-    at_s: float
 
 
 class AcceleratorDevice(Device):
@@ -502,29 +499,15 @@ class AcceleratorDevice(Device):
         native = self._event(timing=clock is not None)
         # The stream by name: without it, events are recorded on the thread's current device.
         native.record(self._computing_stream())
-        event = _StreamEvent(native, clock)
+        event = _QueuedEvent(native, clock)
         if clock is None:
             self._watcher.watch(event)
         return event
 
-    def seconds(self, begin: DeviceEvent, end: DeviceEvent) -> float:
-        assert isinstance(begin, _StreamEvent)
-        assert isinstance(end, _StreamEvent)
-        if begin.clock is None or end.clock is None:
-            return end.seen_s - begin.seen_s
-        return float(begin.native.elapsed_time(end.native)) / 1e3
-
-    def event_time(self, event: DeviceEvent) -> float:
-        assert isinstance(event, _StreamEvent)
-        seen_s = event.seen_s
-        if event.clock is None:
-            return seen_s
-        return event.clock.at_s + float(event.clock.native.elapsed_time(event.native)) / 1e3
-
     def copies_out(
         self, tensors: Sequence[torch.Tensor], event: DeviceEvent, pool: BufferPool
     ) -> list[HostTensor]:
-        assert isinstance(event, _StreamEvent)
+        assert isinstance(event, _QueuedEvent)
         copies: list[HostTensor] = []
         stream = self._side_stream("out")
         with self._on(stream):
@@ -564,18 +547,18 @@ class AcceleratorDevice(Device):
         clock = self._device_clock()
         with self._on(side):
             for event in after:
-                assert isinstance(event, _StreamEvent)
+                assert isinstance(event, _QueuedEvent)
                 side.wait_event(event.native)
             for copies in ((), pairs):
                 for target, source in copies:
                     target.copy_(source, non_blocking=True)
                 native = self._event(timing=clock is not None)
                 native.record(side)
-                ends.append(_StreamEvent(native, clock))
+                ends.append(_QueuedEvent(native, clock))
         return ends[0], ends[1]
 
     def order_behind(self, event: DeviceEvent) -> None:
-        assert isinstance(event, _StreamEvent)
+        assert isinstance(event, _QueuedEvent)
         self._computing_stream().wait_event(event.native)
 
     # torch's classes for all accelerators; those of torch.cuda or torch.xpu do not mix with them.
@@ -834,13 +817,6 @@ class MpsDevice(Device):
         event.sources = tensors
         return event
 
-    def seconds(self, begin: DeviceEvent, end: DeviceEvent) -> float:
-        return self.event_time(end) - self.event_time(begin)
-
-    def event_time(self, event: DeviceEvent) -> float:
-        assert isinstance(event, _PolledEvent)
-        return event.seen_s
-
     def copies_out(
         self, tensors: Sequence[torch.Tensor], event: DeviceEvent, pool: BufferPool
     ) -> list[HostTensor]:
@@ -860,7 +836,7 @@ class MpsDevice(Device):
         """An event behind all that is queued; until then `held` is still in use."""
         native = torch.mps.Event()
         native.record()  # and commits the queue, so that it will be reached
-        event = _PolledEvent(native, held)
+        event = _PolledEvent(native, held=held)
         self._watcher.watch(event)
         return event
 

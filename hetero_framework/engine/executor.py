@@ -201,7 +201,7 @@ class Executor:
         if self._recorder.enabled:
             ended = self._device.record_event()
             ended.wait()
-            times = self._device.event_time(began), self._device.event_time(ended)
+            times = began.at_s, ended.at_s
             self._recorder.span(spans.COMMIT, stage.index, spans.NO_MICRO_BATCH, *times)
         self._record_visits(stage)
 
@@ -214,10 +214,10 @@ class Executor:
             queue = self._queues[task.stage]
             both = queue.stage.is_last and self.info is not None and self.info.train
             kind = BACKWARD if both else task.kind
-            seconds[task.stage, kind] += self._device.seconds(began, ended)
+            seconds[task.stage, kind] += began.until_s(ended)
             if self._recorder.enabled:
                 name = spans.FORWARD_BACKWARD if both else task.kind
-                times = self._device.event_time(began), self._device.event_time(ended)
+                times = began.at_s, ended.at_s
                 self._recorder.span(name, task.stage, task.micro_batch, *times)
         self._tasks.clear()
         for queue in self._queues.values():
@@ -239,7 +239,7 @@ class Executor:
     def _record_visits(self, stage: api.StageInterface) -> None:
         visits = stage.residence.transfers()
         for kind, *events in visits if self._recorder.enabled else ():
-            began, ended = map(self._device.event_time, events)
+            began, ended = (event.at_s for event in events)
             if ended > began:
                 self._recorder.span(kind, stage.index, spans.NO_MICRO_BATCH, began, ended)
 

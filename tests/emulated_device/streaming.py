@@ -103,7 +103,7 @@ def measured(device: Device, offload: int, micro_batches: int) -> tuple[float, l
         found += step(stages, device, number, micro_batches)
         ended = device.record_event()
         ended.wait()
-        seconds.append(device.seconds(began, ended))
+        seconds.append(began.until_s(ended))
     residence = stages[0].residence
     layers = residence._layers if isinstance(residence, HostMemory) else None
     hosts = [device.to_host(tensor) for tensor in found]

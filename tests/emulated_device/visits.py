@@ -181,7 +181,7 @@ def step_seconds(device: Device) -> tuple[float, float]:
         states.step(optimizer)
         ended = device.record_event()
         device.synchronize()
-        seconds.append(device.seconds(began, ended))
+        seconds.append(began.until_s(ended))
     return min(seconds[1:]), count * nbytes / float(os.environ["HETERO_EMULATED_COPY_RATE"])
 
 
@@ -221,7 +221,7 @@ def task_figures(device: Device, *, stores: bool) -> tuple[float, int]:
         waiting.append(hidden)
     ended = device.record_event()
     device.synchronize()
-    return device.seconds(began, ended), device.peak_memory()
+    return began.until_s(ended), device.peak_memory()
 
 
 def main(name: str) -> None:

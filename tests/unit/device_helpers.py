@@ -30,6 +30,11 @@ class QueuedEvent(DeviceEvent):
     def done(self) -> bool:
         return self.reached.is_set()
 
+    @property
+    def at_s(self) -> float:
+        assert self.done()
+        return float(self.number)
+
 
 class QueuedDevice(Device):
     """Its events are reached when `reach` says so; with `at_once`, when they are made.
@@ -64,14 +69,6 @@ class QueuedDevice(Device):
         """The device has come past its first `count` events (None: past all)."""
         for event in self.events[:count]:
             event.reached.set()
-
-    def seconds(self, begin: DeviceEvent, end: DeviceEvent) -> float:
-        return self.event_time(end) - self.event_time(begin)
-
-    def event_time(self, event: DeviceEvent) -> float:
-        assert isinstance(event, QueuedEvent)
-        assert event.done()
-        return float(event.number)
 
     def copies_out(
         self, tensors: Sequence[torch.Tensor], event: DeviceEvent, pool: BufferPool

@@ -92,7 +92,7 @@ def _measured(device: Device, compute: Callable[[], object], most_bytes: int) ->
         compute()
         ended = device.record_event()
         device.synchronize()
-        return max(device.seconds(began, ended), 1e-9)
+        return max(began.until_s(ended), 1e-9)
 
     alone_s = least_s(lambda: computing_s(0))
     copies = min(_MOST_COPIES, 2 + math.ceil(2 * alone_s / there_s))  # longer than the computing

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from hetero_framework.core.devices import Device
+from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.extras.planner import host_link
 from hetero_framework.extras.planner.host_link import measured_link
 from hetero_framework.extras.planner.profile import DeviceProfile
@@ -46,10 +46,9 @@ class Clocked(Device):
         self.done["computing"] = begins + self.work_s * (self.slowed if copying else 1.0)
 
     def record_event(self, *tensors: torch.Tensor) -> Any:
-        return max(self.now, self.done.get("computing", 0.0))
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        return float(end - begin)
+        event = DeviceEvent()
+        event.made_s = max(self.now, self.done.get("computing", 0.0))
+        return event
 
     def synchronize(self) -> None:
         self.now = max(self.now, *self.done.values(), 0.0)

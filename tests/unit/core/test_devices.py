@@ -136,8 +136,8 @@ def test_copies_beside_computing_are_not_mixed_up(device: Device) -> None:
         assert torch.equal(host, torch.full((size,), 2.0 * k + 1))
     assert begin.done()
     assert end.done()
-    assert 0 <= device.seconds(begin, end) < 60
-    assert device.event_time(begin) <= device.event_time(end) <= time.perf_counter() + 1e-3
+    assert 0 <= begin.until_s(end) < 60
+    assert begin.at_s <= end.at_s <= time.perf_counter() + 1e-3
 
 
 @every_device
@@ -167,8 +167,8 @@ def test_cpu_hands_the_tensor_itself_over() -> None:
     first, second = device.record_event(), device.record_event()
     first.wait()
     assert first.done()
-    took_s = device.event_time(second) - device.event_time(first)
-    assert device.seconds(first, second) == took_s >= 0
+    took_s = second.at_s - first.at_s
+    assert first.until_s(second) == took_s >= 0
     assert not device.is_async
 
 
@@ -726,11 +726,11 @@ def test_marks_tell_the_hosts_time_of_the_device(streams: Streams) -> None:
     second = device.record_event()
     second.wait()
     after = time.perf_counter()
-    assert before <= device.event_time(first) + 1e-3
-    assert device.event_time(second) <= after + 1e-3
-    assert device.seconds(first, second) >= 0.005
-    took_s = device.event_time(second) - device.event_time(first)
-    assert took_s == pytest.approx(device.seconds(first, second), abs=1e-6)
+    assert before <= first.at_s + 1e-3
+    assert second.at_s <= after + 1e-3
+    assert first.until_s(second) >= 0.005
+    took_s = second.at_s - first.at_s
+    assert took_s == pytest.approx(first.until_s(second), abs=1e-6)
 
 
 def test_clock_is_read_again_when_it_is_old(streams: Streams, monkeypatch: Any) -> None:
@@ -739,18 +739,18 @@ def test_clock_is_read_again_when_it_is_old(streams: Streams, monkeypatch: Any) 
     assert old.clock is same.clock  # type: ignore[attr-defined]
     monkeypatch.setattr(devices, "_CLOCK_AGE_S", 0.0)
     assert device.record_event().clock is not old.clock  # type: ignore[attr-defined]
-    assert device.event_time(old) <= time.perf_counter() + 1e-3
+    assert old.at_s <= time.perf_counter() + 1e-3
 
 
 def test_marks_without_times_count_when_they_were_seen(streams: Streams) -> None:
     device, fake = streams
     fake.has_times = False
-    first, second = device.record_event(), device.record_event()
     before = time.perf_counter()
+    first, second = device.record_event(), device.record_event()
     first.wait()
     second.wait()
-    assert before <= device.event_time(first) <= device.event_time(second)
-    assert device.seconds(first, second) == device.event_time(second) - device.event_time(first)
+    assert before <= first.at_s <= second.at_s
+    assert first.until_s(second) == second.at_s - first.at_s
 
 
 def test_marks_without_times_are_watched(streams: Streams) -> None:
@@ -760,24 +760,7 @@ def test_marks_without_times_are_watched(streams: Streams) -> None:
     event = device.record_event()
     wait_until_seen(event)
     between = time.perf_counter()
-    assert device.event_time(event) <= between
-
-
-def test_the_thread_that_watches_marks_ends_and_starts_again(
-    streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "_IDLE_S", 0.001)
-    device, fake = streams
-    fake.has_times = False
-    threads = set()
-    for _ in range(2):
-        wait_until_seen(device.record_event())
-        thread = device._watcher._thread  # type: ignore[attr-defined]
-        if thread is not None:
-            threads.add(thread)
-            thread.join(WAIT_S)
-        assert device._watcher._thread is None  # type: ignore[attr-defined]
-    assert not any(thread.is_alive() for thread in threads)
+    assert event.at_s <= between
 
 
 def test_an_accelerator_says_what_it_offers(streams: Streams, monkeypatch: Any) -> None:
@@ -980,8 +963,8 @@ def test_mps_copies_begin_at_the_mark_and_are_asked_for(mps: Mps) -> None:
     result = sending.result(WAIT_S)
     assert torch.equal(result, tensor)
     assert result is event.held[0]  # type: ignore[attr-defined]
-    assert device.event_time(event) <= time.perf_counter()
-    assert device.seconds(event, event) == 0
+    assert event.at_s <= time.perf_counter()
+    assert event.until_s(event) == 0
 
 
 def test_mps_holds_memory_that_the_queue_still_uses(mps: Mps) -> None:
@@ -1006,5 +989,5 @@ def test_mps_sees_marks_when_they_are_reached(mps: Mps) -> None:
     wait_until_seen(first)
     between = time.perf_counter()
     fake.reached = 2
-    assert device.event_time(first) <= between <= device.event_time(second)
-    assert device.seconds(first, second) > 0
+    assert first.at_s <= between <= second.at_s
+    assert first.until_s(second) > 0
