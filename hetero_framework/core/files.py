@@ -107,13 +107,7 @@ def write_private(path: Path, content: bytes) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def aside_of(directory: Path) -> Path:
-    """The path at which `replace_files` builds the new directory; a crash may leave it behind."""
-    real = Path(os.path.realpath(directory))
-    return real.with_name(f"{real.name}.rotating")
-
-
-_WRITTEN, _COMPLETE = ".rotating", "rotated"
+WRITTEN, _COMPLETE = ".rotating", "rotated"
 
 
 def replace_files(directory: Path, contents: Mapping[str, bytes]) -> None:
@@ -121,33 +115,20 @@ def replace_files(directory: Path, contents: Mapping[str, bytes]) -> None:
     the old ones or all of the new ones. Raises OSError and leaves the old ones. The caller keeps
     other processes from writing there.
 
-    Linux exchanges the directory with one that holds the new files and links to all others. A
-    directory that cannot be exchanged (a mount point, other systems) gets the new files in a
-    subfolder, which counts once it has its final name. `finish_replacing` then moves them to their
-    places, in the order of `contents`.
+    The new files are written into a subfolder, which counts once it has its final name.
+    `finish_replacing` then moves them to their places, in the order of `contents`.
     """
-    real, aside = Path(os.path.realpath(directory)), aside_of(directory)
-    with contextlib.suppress(OSError):
-        try:
-            _link_all(real, aside)
-            for name, content in contents.items():
-                write_private(aside / name, content)
-            if _exchange(aside, real):
-                sync_directory(real.parent)
-                return
-        finally:
-            discard(aside)
-    written = real / _WRITTEN
+    written = directory / WRITTEN
     discard(written)
     written.mkdir(mode=0o700)
     try:
         for number, (name, content) in enumerate(contents.items()):
             write_private(written / f"{number:03}-{name}", content)
-        rename(written, real / _COMPLETE)
+        rename(written, directory / _COMPLETE)
     finally:
         discard(written)
-    sync_directory(real)
-    finish_replacing(real)
+    sync_directory(directory)
+    finish_replacing(directory)
 
 
 def finish_replacing(directory: Path) -> None:
@@ -159,22 +140,12 @@ def finish_replacing(directory: Path) -> None:
             rename(complete / name, directory / name.partition("-")[2])
         sync_directory(directory)
         complete.rmdir()
-    for unfinished in (directory / _WRITTEN, aside_of(directory)):
-        discard(unfinished)
+    discard(directory / WRITTEN)
 
 
 def is_half_replaced(directory: Path) -> bool:
     """Whether `finish_replacing` has to be called before the files of a directory are read."""
     return (directory / _COMPLETE).is_dir()
-
-
-def _link_all(directory: Path, new: Path) -> None:
-    """Make `new`, for this user alone, with hard links to all files of a directory."""
-    discard(new)
-    new.mkdir(mode=0o700)
-    shutil.copytree(directory, new, symlinks=True, copy_function=os.link, dirs_exist_ok=True)
-    for folder in (new, *(path for path in new.rglob("*") if path.is_dir())):
-        sync_directory(folder)
 
 
 def replace_directory(new: Path, target: Path, old: Path, *, lasting: bool = True) -> None:

@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 
 from hetero_framework.core import timeouts
 from hetero_framework.core.files import (
-    aside_of,
+    WRITTEN,
     finish_replacing,
     is_half_replaced,
     replace_files,
@@ -175,8 +175,8 @@ class KeyDirectory:
 
     def left_overs(self) -> list[Path]:
         """Leftovers of a crash, without effect; the next change removes them."""
-        aside = aside_of(self.path)
-        return [*([aside] if aside.exists() else []), *self._unfinished()]
+        written = self.path / WRITTEN
+        return [*([written] if written.exists() else []), *self._unfinished()]
 
     def _unfinished(self) -> list[Path]:
         names = self._names()

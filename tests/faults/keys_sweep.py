@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from hetero_framework.core import files
 from hetero_framework.security import authority as x509
 from hetero_framework.security import certificates
 from hetero_framework.security.keys import KeyDirectory
@@ -36,16 +35,13 @@ def cluster(root: Path) -> None:
 def after_a_kill(root: Path) -> None:
     cluster(root)
     keys = root / "hetero_keys"
-    shutil.copytree(keys, keys.with_name("hetero_keys.rotating"))
     shutil.copytree(keys, keys / ".rotating")
     (keys / ".authority.pem.12345678.tmp").write_bytes(b"half")
 
 
-SCENES: dict[str, tuple[Callable[[Path], None], bool]] = {
-    "names are exchanged": (cluster, True),
-    "names are exchanged after a kill": (after_a_kill, True),
-    "names cannot be exchanged": (cluster, False),
-    "names cannot be exchanged after a kill": (after_a_kill, False),
+SCENES: dict[str, Callable[[Path], None]] = {
+    "a whole set": cluster,
+    "after a kill": after_a_kill,
 }
 
 
@@ -68,13 +64,12 @@ def is_new(keys: KeyDirectory) -> bool:
     )
 
 
-def _case(root: Path, old: Tree, islands: Tree, exchanges: bool, mode: str, n: int) -> str | None:
+def _case(root: Path, old: Tree, islands: Tree, mode: str, n: int) -> str | None:
     keys = KeyDirectory(root / "hetero_keys")
     reached, result = disturbed(root, lambda: certificates.rotate(keys) and None, mode, n)
     if not reached:
         return None
-    if not exchanges:
-        keys.settle()  # as whatever uses the keys does
+    keys.settle()  # as whatever uses the keys does
     outcome = "old" if tree(keys) == old else "new"
     assert outcome == "old" or is_new(keys), "neither the old nor the new set"
     assert outcome == "new" or result not in (WRITTEN, WRITTEN_AGAIN), "said to be new"
@@ -89,17 +84,15 @@ def _case(root: Path, old: Tree, islands: Tree, exchanges: bool, mode: str, n: i
 def sweep(base: Path, every: int) -> Counts:
     """Every scene, every mode, every n-th point: how often the old and a new set is found."""
     results: Counts = {}
-    start, root, exchange = base / "start", base / "case", files._exchange
-    for scene, (prepare, exchanges) in SCENES.items():
-        files._exchange = exchange if exchanges else lambda one, other: False
+    start, root = base / "start", base / "case"
+    for scene, prepare in SCENES.items():
         prepare(start)
         keys = KeyDirectory(start / "hetero_keys")
         old, islands = tree(keys), tree(keys.of_islands)
         for mode in MODES:
-            case = partial(_case, root, old, islands, exchanges, mode)
+            case = partial(_case, root, old, islands, mode)
             results[f"{scene}: {mode}"] = points(start, root, every, case)
         shutil.rmtree(start)
-    files._exchange = exchange
     return results
 
 

@@ -241,7 +241,7 @@ def _shapes(file: str) -> set[str]:
     """How the code may spell a file's name, with "..." for what it fills in."""
     file = re.sub(r"ID|(?<=[-_.])N\b|DIGEST|NAME|<id>|[0-9]+|\*", "...", file)
     ending = re.sub(r"(?<=\.)(png|svg|pdf)$", "...", file)
-    stem = re.sub(r"^[\w.-]+(?=\.(before|npy|pem|rotating)$)", "...", file)
+    stem = re.sub(r"^[\w.-]+(?=\.(before|npy|pem)$)", "...", file)
     return {file, ending, stem, file.removesuffix("...")}
 
 

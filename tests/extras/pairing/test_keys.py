@@ -196,14 +196,14 @@ def test_revoked_key_lost_entry_and_left_overs_are_all_named_at_once(
     certificates.revoke(keys, 1)
     entries = [entry for entry in certificates.issued(keys) if entry.process != "local"]
     keys.write("issued.json", json.dumps([vars(entry) for entry in entries]).encode())
-    (tmp_path / "own.rotating").mkdir()
+    (keys.path / ".rotating").mkdir()
     (keys.path / ".authority.pem.00000000.tmp").touch()
     with pytest.raises(IdentityError, match="has 4 problems") as found:
         check(None, keys)
     left = "was left by a change of keys that was interrupted\n    delete it"
     for text in (
         *("worker-1.pem: it was revoked", "coordinator.pem: issued.json lacks its"),
-        *(f"own.rotating {left}", f".authority.pem.00000000.tmp {left}"),
+        *(f".rotating {left}", f".authority.pem.00000000.tmp {left}"),
     ):
         assert text in str(found.value)
     certificates.rotate(keys)

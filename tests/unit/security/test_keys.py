@@ -246,9 +246,8 @@ def test_process_that_keeps_the_lock_is_waited_for_and_named(
                 change()
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
 def test_disk_that_is_full_leaves_the_revoked_machine_revoked(
-    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """r01, r12."""
     keys = KeyDirectory(tmp_path / "keys")
@@ -256,8 +255,6 @@ def test_disk_that_is_full_leaves_the_revoked_machine_revoked(
     certificates.issue_pem(keys, made, 2)
     certificates.revoke(keys, 2)
     before = {file.name: file.read_bytes() for file in keys.path.iterdir()}
-    if not exchanges:
-        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", raising(OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(ResourceError, match=r"cannot write .*keys: No space left"):
@@ -270,15 +267,13 @@ def test_disk_that_is_full_leaves_the_revoked_machine_revoked(
     assert keys.revoked() == frozenset()
 
 
-def test_directory_that_cannot_be_exchanged_is_changed_in_one_step_all_the_same(
+def test_keys_that_are_half_replaced_are_finished_by_the_next_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mount point, or another system than Linux: killed after the step, its next user ends it."""
     keys = KeyDirectory(tmp_path / "keys")
     made, _ = certificates.ensure_authority(keys)
     certificates.issue_pem(keys, made, 2)
     certificates.revoke(keys, 2)
-    monkeypatch.setattr(files, "_exchange", lambda one, other: False)
     with monkeypatch.context() as patched:
         patched.setattr(files, "finish_replacing", lambda directory: None)
         certificates.rotate(keys)
