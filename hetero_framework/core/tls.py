@@ -59,11 +59,7 @@ def context(
     """The context of connections with the key in `bundle`, one PEM file with its certificate and
     the authority's. `anonymous`: the other side need not show a certificate. Raises OSError, and
     IdentityError where the parts are damaged or do not belong together."""
-    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-    made.check_hostname = False  # the identity is a URI, which `admit` looks at
-    _settle(made, alpn)
-    if server:
-        made.num_tickets = 0
+    made = _context(server, alpn)
     try:
         authority = bundle.read_text(encoding="ascii").split(_END)[-2] + _END
         made.load_cert_chain(bundle, password=_no_password)
@@ -79,17 +75,20 @@ def context(
 
 def joining_context(authority: str, alpn: str) -> ssl.SSLContext:
     """The context of a machine without a key, which trusts this authority (PEM) alone."""
-    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    made.check_hostname = False
-    _settle(made, alpn)
+    made = _context(False, alpn)
     made.load_verify_locations(cadata=authority)
     return made
 
 
-def _settle(made: ssl.SSLContext, alpn: str) -> None:
+def _context(server: bool, alpn: str) -> ssl.SSLContext:
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    if server:
+        made.num_tickets = 0
+    made.check_hostname = False  # the identity is a URI, which `admit` looks at
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     made.verify_flags |= ssl.VERIFY_X509_STRICT
     made.set_alpn_protocols([alpn])
+    return made
 
 
 def _no_password() -> str:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from hetero_framework.config import Config
 from hetero_framework.core import addresses, tls
@@ -28,28 +28,6 @@ _HOW = (
 )
 
 
-class Access(Protocol):
-    """The checks of a stream before anything is read from it. `dialled` and `accepted` raise
-    IdentityError for a wrong peer and OSError for a passing failure, after closing the stream."""
-
-    @property
-    def encrypts(self) -> bool:
-        """Whether `accepted` shakes hands, which takes time."""
-
-    def check_address(self, host: str, what: str) -> None:
-        """Raise IdentityError when nothing may be sent to or accepted at this address."""
-
-    def arguments(self, processes: Iterable[WorkerId]) -> list[str]:
-        """The command line that gives workers of this machine the same access. Workers without a
-        key get one where the authority is here."""
-
-    def dialled(self, stream: Stream, process: WorkerId) -> Stream:
-        """The stream to use with the worker that was dialled."""
-
-    def accepted(self, stream: Stream) -> tuple[Stream, Identity | None]:
-        """The stream to use with the peer that dialled, and its identity, if there are keys."""
-
-
 @dataclass(frozen=True)
 class Plaintext:
     """Access without keys. `everywhere`: also where others can connect. `how`: how to make keys."""
@@ -57,8 +35,10 @@ class Plaintext:
     everywhere: bool = False
     how: str = _HOW
     encrypts: ClassVar[bool] = False
+    """Whether `accepted` shakes hands, which takes time."""
 
     def check_address(self, host: str, what: str) -> None:
+        """Raise IdentityError when nothing may be sent to or accepted at this address."""
         local = addresses.is_loopback(host) or addresses.is_loopback_by_name(host)
         if not (local or self.everywhere):
             raise IdentityError(
@@ -67,12 +47,18 @@ class Plaintext:
             )
 
     def arguments(self, processes: Iterable[WorkerId]) -> list[str]:
+        """The command line that gives workers of this machine the same access. Workers without a
+        key get one where the authority is here."""
         return ["--insecure-plaintext"] if self.everywhere else []
 
     def dialled(self, stream: Stream, process: WorkerId) -> Stream:
+        """The stream to use with the worker that was dialled. This and `accepted` raise
+        IdentityError for a wrong peer and OSError for a passing failure, after closing the stream.
+        """
         return stream
 
     def accepted(self, stream: Stream) -> tuple[Stream, Identity | None]:
+        """The stream to use with the peer that dialled, and its identity, if there are keys."""
         return stream, None
 
 
@@ -143,6 +129,8 @@ class Keyed:
             self.keys.learn_revoked(serials(note.get("revoked", [])))
 
 
+Access = Plaintext | Keyed
+"""The checks of a stream before anything is read from it; `Plaintext` describes the methods."""
 _REVOKED = "its certificate was revoked (hetero keys revoke)"
 
 
