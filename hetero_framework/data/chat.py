@@ -300,26 +300,18 @@ def _is_assistants(message: Message) -> bool:
 
 def _with_other_arguments(message: Message) -> Message:
     """The message with the arguments of calls in the other form: JSON text or parsed."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": list(map(_other_arguments, calls))}
-
-
-def _other_arguments(call: Any) -> Any:
-    if not isinstance(call, dict):
-        return call
-    function = call.get("function", call)
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if isinstance(arguments, dict):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    elif isinstance(arguments, str):
-        with suppress(json.JSONDecodeError):
-            arguments = json.loads(arguments)
-    if arguments is None:
-        return call
-    changed = {**function, "arguments": arguments}
-    return changed if function is call else {**call, "function": changed}
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        if isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif isinstance(arguments, str):
+            with suppress(json.JSONDecodeError):
+                arguments = json.loads(arguments)
+        changed = function if arguments is None else {**function, "arguments": arguments}
+        calls.append(changed if function is call else {**call, "function": changed})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _with_stops(
