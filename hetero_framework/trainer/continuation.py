@@ -3,8 +3,7 @@
 They compare the settings as given (config/effects.py says which may change) and inputs that no
 setting describes: the training data as tokens, the evaluation data, the tokenizer, the chat
 template and the versions of libraries. The model's weights are compared once they are loaded, and
-the members of a group of islands once they meet. Facts that an older checkpoint does not record are
-not compared.
+the members of a group of islands once they meet.
 """
 
 from __future__ import annotations
@@ -99,13 +98,13 @@ def check_identity(
     refused = [line for _, line, effect in changed if effect is IDENTITY]
     reported = [(name, line) for name, line, effect in changed if effect in (RESULT, ROUNDING)]
     if manifest["identity"]["data"] != data.fingerprint:
-        was = manifest.get("contents", {})
+        was = manifest["contents"]
         deciding: tuple[str, ...] = ("data.", "model.")
         if data.order.mixes_epochs:
             deciding += ("training.max_steps", "training.num_train_epochs")
         causes = [line for name, line in reported if name.startswith(deciding)]
         for name in ("tokenizer", "chat template"):
-            if was.get(name, now[name]) != now[name]:
+            if was[name] != now[name]:
                 causes.append(f"the {name} differs")
         because = f" ({'; '.join(causes)})" if causes else ""
         raise CheckpointError(
@@ -129,15 +128,10 @@ def check_identity(
 
 def _changed(manifest: Mapping[str, Any], resolved: Resolved) -> Iterator[tuple[str, str]]:
     """Yield (setting, "it was A, now it is B") for each setting that differs."""
-    if "given" in manifest:
-        was, now = manifest["given"], resolved.given.to_dict()
-    else:  # an older version kept the decided settings, and only the identity as given
-        was = {**manifest["config"]["settings"], "adapter": manifest["identity"]["adapter"]}
-        now = {**resolved.config.to_dict(), "adapter": adapter_settings(resolved.given)}
-    theirs, ours = effects.flat(was), effects.flat(now)
+    theirs, ours = effects.flat(manifest["given"]), effects.flat(resolved.given.to_dict())
     theirs["model.quantization"] = manifest["identity"]["model"]["quantization"]
     ours["model.quantization"] = resolved.given.kinds
-    base = manifest["config"].get("base_dir", "")
+    base = manifest["config"]["base_dir"]
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         section = name.partition(".")[0]
         both = theirs.get(section) is not None and ours.get(section) is not None
@@ -163,13 +157,9 @@ def _value_text(value: Any) -> str:
 
 def _inputs(manifest: Mapping[str, Any], step: int, now: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each difference in inputs that are no settings."""
-    was = manifest.get("contents", {})
-    yield from (
-        text.format(step)
-        for name, text in _CONTENTS.items()
-        if was.get(name, now[name]) != now[name]
-    )
-    there, here = manifest.get("versions", {}), versions()
+    was = manifest["contents"]
+    yield from (text.format(step) for name, text in _CONTENTS.items() if was[name] != now[name])
+    there, here = manifest["versions"], versions()
     other = [f"{n} {v} (here {here[n]})" for n, v in there.items() if here.get(n, v) != v]
     if other:
         yield (

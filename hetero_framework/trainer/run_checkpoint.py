@@ -257,7 +257,7 @@ class RunCheckpoints:
 
     def _load(self, reader: CheckpointReader) -> TrainState:
         loaded = self._cluster.loaded
-        if reader.manifest.get("base", loaded.fingerprint) != loaded.fingerprint:
+        if reader.manifest["base"] != loaded.fingerprint:
             raise CheckpointError(
                 f"checkpoint {reader.step} began with other weights than the model has now",
                 hint="put the model back as it was, or start without --resume",
@@ -289,7 +289,7 @@ def _check_content(
     if state.step != reader.step:
         problem = f"it says that {state.step} steps were done"
         raise CheckpointError(f"checkpoint {reader.step} is damaged: {problem}")
-    optim = reader.manifest["config"]["settings"]["training"].get("optim", "")
+    optim = reader.manifest["config"]["settings"]["training"]["optim"]
     if state.committed_steps and not with_state and optim != "sgd":
         raise CheckpointError(
             f"checkpoint {reader.step} has no optimizer state; going on without it would be "
@@ -308,8 +308,8 @@ def plan_entries(config: Config) -> list[dict[str, Any]]:
 def plan_in_force(reader: CheckpointReader, config: Config) -> list[dict[str, Any]] | None:
     """The plan that a run had changed to when it wrote this checkpoint. None if the run had changed
     nothing, or if `config` has another first plan or lacks one of the plan's workers."""
-    plan, given = reader.manifest.get("plan"), reader.manifest.get("given_plan")
-    if plan is None or given != plan_entries(config) or plan == given:
+    plan, given = reader.manifest["plan"], reader.manifest["given_plan"]
+    if given != plan_entries(config) or plan == given:
         return None
     known = {"local", *(worker.id for worker in config.workers)}
     return plan if {entry["id"] for entry in plan} <= known else None

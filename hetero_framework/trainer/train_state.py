@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hetero_framework.engine.loss_scale import LossScale
@@ -56,31 +56,20 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON data, for `load_state_dict`."""
-        group: dict[str, Any] = {"group": dict(self.group)} if self.group else {}
-        jumped = {"jumped": self.jumped} if self.jumped else {}
-        due = {"due": self.due} if self.due is not None else {}
-        return {
-            **group,
-            **jumped,
-            **due,
-            "step": self.step,
-            "committed_steps": self.committed_steps,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "skipped": self.skipped,
-            "loss_scale": self.loss_scale.value,
-            "loss_scale_good_steps": self.loss_scale.good_steps,
-            "tokens": self.tokens,
-        }
+        return asdict(self)
 
     @classmethod
     def load_state_dict(cls, state: Mapping[str, Any]) -> TrainState:
-        """The TrainState that `state_dict` described, now or in an earlier version."""
-        counts = ("step", "committed_steps", "skipped_in_a_row", "tokens")
-        scale = LossScale(state["loss_scale"], state["loss_scale_good_steps"])
-        later = {"skipped": state.get("skipped", 0), "group": state.get("group", {})}
-        later["jumped"] = state.get("jumped", 0)
-        later["due"] = tuple(state["due"]) if "due" in state else None
-        numbers = [state[name] for name in counts] + [later["skipped"], later["jumped"]]
-        if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or not scale.value > 0:
+        """The TrainState that `state_dict` described. Raises CheckpointError for anything else."""
+        try:
+            due = None if state["due"] is None else tuple(state["due"])
+            made = cls(**{**state, "loss_scale": LossScale(**state["loss_scale"]), "due": due})
+            counts = (made.step, made.committed_steps, made.skipped_in_a_row, made.skipped)
+            numbers = (*counts, made.tokens, made.jumped)
+            valid = all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+            valid = valid and made.loss_scale.value > 0
+        except (KeyError, TypeError):
+            valid = False
+        if not valid:
             raise CheckpointError(f"{dict(state)!r:.200} is no position of a run")
-        return cls(**{name: state[name] for name in counts}, **later, loss_scale=scale)
+        return made

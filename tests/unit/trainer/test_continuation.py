@@ -204,17 +204,3 @@ def test_changes_outside_of_the_settings_are_reported(
     ]
     assert logged[3].startswith("checkpoint 1 was written with torch 1.0 (here ")
     assert len(logged) == 4
-
-
-def test_a_checkpoint_of_an_older_version_is_taken_up(alone: Alone, logged: list[str]) -> None:
-    """It kept what was decided, and of what was given the identity alone."""
-    reader = checkpoint(alone(adapter={"r": 2}))
-    for name in ("given", "contents", "versions"):
-        del reader.manifest[name]
-    settings = reader.manifest["config"]["settings"]["training"]
-    del settings["optim_args"]
-    settings["of_long_ago"] = 1
-    take_up(reader, alone(adapter={"r": 2}))
-    assert logged == []
-    with pytest.raises(CheckpointError, match=r"adapter\.r was 2, now it is 3"):
-        take_up(reader, alone(adapter={"r": 3}))

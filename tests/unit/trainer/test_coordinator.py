@@ -26,7 +26,6 @@ from hetero_framework.data import LazyBatches, TrainData
 from hetero_framework.engine.hosts import StagesLost
 from hetero_framework.errors import CheckpointError, PeerLostError, ResourceError, StoppedEarly
 from hetero_framework.trainer import (
-    checkpoint,
     coordinator,
     metrics,
     outputs,
@@ -382,22 +381,6 @@ def test_logging_dir_may_be_output_dir(alone: Alone) -> None:
         train(alone(training=training))
     assert (config.output_dir / "previous-1" / "metrics.jsonl").is_file()
     assert len(list(config.output_dir.glob("events.out.tfevents.*"))) == 1
-
-
-def test_checkpoints_of_a_former_version_are_continued(alone: Alone) -> None:
-    """The position once had the number of failed saves in it."""
-    config = alone(training={**SAVING, "max_steps": 2})
-    train(config)
-    manifest = config.checkpoints / "step_1" / checkpoint.MANIFEST
-    content = json.loads(manifest.read_text())
-    del content["digest"]
-    content["position"]["failed_saves"] = 0
-    content["digest"] = checkpoint._digest(content)
-    manifest.write_text(json.dumps(content))
-    before = lines_of(config)[1]
-    train(config, resume=1)
-    after = lines_of(config)[1]
-    assert (after["loss"], after["grad_norm"]) == (before["loss"], before["grad_norm"])
 
 
 @pytest.mark.parametrize("under_way", [True, False])

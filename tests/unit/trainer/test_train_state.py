@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.engine.loss_scale import LossScale
+from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 
@@ -19,17 +20,12 @@ def test_state_dict_through_json_gives_the_same_state() -> None:
     assert TrainState.load_state_dict(TrainState().state_dict()) == TrainState()
 
 
-def test_load_state_dict_reads_the_position_of_an_earlier_version() -> None:
-    """As the first release wrote it into manifest.json."""
-    position = {
-        "step": 7,
-        "committed_steps": 5,
-        "skipped_in_a_row": 2,
-        "loss_scale": 1024.0,
-        "loss_scale_good_steps": 3,
-        "tokens": 900,
-    }
-    assert TrainState.load_state_dict(position) == TrainState(7, 5, 2, 900, LossScale(1024.0, 3))
+@pytest.mark.parametrize(
+    "change", [{"step": -1}, {"tokens": 1.5}, {"loss_scale": 1024.0}, {"due": 3}, {"other": 1}]
+)
+def test_what_is_no_position_of_a_run_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="is no position of a run"):
+        TrainState.load_state_dict({**STATE.state_dict(), **change})
 
 
 @pytest.mark.parametrize(
