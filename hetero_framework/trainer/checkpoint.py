@@ -139,8 +139,11 @@ class CheckpointStore:
 
     def paths(self) -> list[Path]:
         """Checkpoints, complete or not, and what interrupted writes left."""
+        return [path for path in self._entries() if _NAME.fullmatch(path.name)]
+
+    def _entries(self) -> list[Path]:
         try:
-            entries = sorted(self.root.iterdir())
+            return sorted(self.root.iterdir())
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -150,7 +153,6 @@ class CheckpointStore:
                 f"{'it is a file' if is_file else error.strerror}",
                 hint="move it away or set another checkpoint_dir" if is_file else None,
             ) from error
-        return [path for path in entries if _NAME.fullmatch(path.name)]
 
     def complete_steps(self, *, links: bool = False) -> list[int]:
         """Steps that have a manifest, ascending. With `links`, steps that are links are listed too,
@@ -186,14 +188,10 @@ class CheckpointStore:
 
     def _latest(self) -> CheckpointReader:
         problems = []
-        try:
-            names = sorted(path.name for path in self.root.iterdir())
-        except OSError:  # `paths` reports what is wrong
-            names = []
-        for name in names:
-            if _ALMOST.fullmatch(name) and not _NAME.fullmatch(name):
+        for path in self._entries():
+            if _ALMOST.fullmatch(path.name) and not _NAME.fullmatch(path.name):
                 text = "ignored %s in %s: a checkpoint is called step_<number>"
-                _log.warning(text, name, self.root)
+                _log.warning(text, path.name, self.root)
         # Steps without a manifest too, since each step that is passed over is reported.
         parsed = (_parsed(path.name) for path in self.paths())
         for step in sorted({step for step, kind in parsed if kind in (None, "old")}, reverse=True):
