@@ -43,7 +43,6 @@ from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.security.access import Access, access_of, island_access, key_directory
 from hetero_framework.trainer import outputs, setup, skipped_step
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
-from hetero_framework.trainer.disk_space import warn_of_a_small_disk
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
 from hetero_framework.trainer.metrics import METRICS_FILE, SPEED, metric_name, stage_lines
 from hetero_framework.trainer.observers import (
@@ -74,6 +73,7 @@ from hetero_framework.trainer.run_checkpoint import (
     newest_state,
     plan_in_force,
     same_run,
+    warn_of_a_small_disk,
 )
 from hetero_framework.trainer.signals import StopRequest
 from hetero_framework.trainer.step_outcome import StepOutcome

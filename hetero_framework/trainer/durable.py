@@ -14,25 +14,26 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from hetero_framework.cluster.cluster import Cluster
+from hetero_framework.cluster.loaded_pipeline import LoadedPipeline
 from hetero_framework.config import Config
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.engine.pipeline import HeldState
+from hetero_framework.engine.stage import OPTIMIZER, WEIGHTS
 from hetero_framework.engine.stage_api import StatePart
-from hetero_framework.engine.state_snapshot import digest
-from hetero_framework.errors import ResourceError
+from hetero_framework.engine.state_snapshot import digest, in_parts
+from hetero_framework.errors import CheckpointError, ResourceError
 from hetero_framework.log import event
 from hetero_framework.trainer.checkpoint import CheckpointStore, durable_store
-from hetero_framework.trainer.state_by_parameter import TensorsInMemory, load_by_name
 from hetero_framework.trainer.train_state import TrainState
 from hetero_framework.units import plural
 
@@ -271,18 +272,68 @@ def write_state(
     """Write a checkpoint of the parts that `gather` brings and of the tensors `beside` them, which
     get the number of a stage after the last. `manifest` makes the manifest of the parts' plain
     values. Raises ResourceError."""
-    values: dict[str, Any] = {}
-    last = -1
+    values, stages = dict[str, Any](), set[int]()
     with store.begin(state.step) as writer:
 
         def take(stage: int, number: int, part: StatePart) -> None:
-            nonlocal last
-            last = max(last, stage)
+            stages.add(stage)
             if part.tensors:
                 writer.add(stage, number, dict(part.tensors))
             values.update(part.values)
 
         gather(take)
         if beside:
-            writer.add(last + 1, 0, {f"{BESIDE}{name}": t for name, t in beside.items()})
+            writer.add(len(stages), 0, {f"{BESIDE}{name}": t for name, t in beside.items()})
         return writer.commit(manifest(state, values))
+
+
+# Weights are "weights/<parameter>", optimizer state "optimizer/<key>/<parameter>", as tensors or as
+# plain values: the stages of any plan can take them over.
+
+
+class NamedTensors(Protocol):
+    """Tensors by name, on a disk or in memory; a `CheckpointReader` is one."""
+
+    def names(self) -> Sequence[str]: ...
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each named tensor with its name. Raises CheckpointError for an absent name."""
+
+
+class TensorsInMemory:
+    """The tensors of state parts."""
+
+    def __init__(self, parts: Iterable[StatePart]) -> None:
+        self._tensors = {name: t for part in parts for name, t in part.tensors.items()}
+
+    def names(self) -> Sequence[str]:
+        return sorted(self._tensors)
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            if name not in self._tensors:
+                raise CheckpointError(f"there is no tensor {name!r} in it")
+            yield name, self._tensors[name]
+
+
+def load_by_name(loaded: LoadedPipeline, tensors: NamedTensors, values: Mapping[str, Any]) -> None:
+    """Have every stage take over its trained parameters. Raises LinkLost and StagesLost, and
+    CheckpointError for a weight without a tensor."""
+    states, value_names = by_parameter(tensors.names()), by_parameter(values)
+    for stage, parameters in enumerate(loaded.state_names):
+        wanted: dict[str, dict[str, Any]] = {}
+        for name in parameters:
+            wanted[f"{WEIGHTS}/{name}"] = {n: values[n] for n in value_names.get(name, ())}
+            wanted.update({n: {} for n in states.get(name, ())})
+        entries = ((name, tensor, wanted[name]) for name, tensor in tensors.read(wanted))
+        loaded.pipeline.load_state(stage, "checkpoint", in_parts(entries))
+    loaded.pipeline.share_tied_weights()
+
+
+def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
+    """The names "optimizer/<key>/<parameter>" among these, by parameter."""
+    grouped: dict[str, list[str]] = {}
+    for name in names:
+        kind, _, rest = name.partition("/")
+        if kind == OPTIMIZER:
+            grouped.setdefault(rest.partition("/")[2], []).append(name)
+    return grouped

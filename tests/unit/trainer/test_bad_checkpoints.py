@@ -20,7 +20,7 @@ import torch
 
 from hetero_framework import file_trust
 from hetero_framework.cli import main
-from hetero_framework.trainer import disk_space
+from hetero_framework.trainer import run_checkpoint
 from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointStore
 from hetero_framework.trainer.outputs import RunDirectories
 from tests.alone import Alone
@@ -324,7 +324,8 @@ Usage = namedtuple("Usage", ["total", "used", "free"])
 def test_96_a_disk_for_less_than_two_checkpoints_is_reported(
     resume, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: Usage(1 << 20, 0, 100_000))
+    usage = Usage(1 << 20, 0, 100_000)
+    monkeypatch.setattr(run_checkpoint.shutil, "disk_usage", lambda path: usage)
     code, said = resume("latest", save_total_limit=1)
     assert code == 0
     found = re.search(r"takes about (\d+) KiB, and the run writes up to 2 beside each other", said)

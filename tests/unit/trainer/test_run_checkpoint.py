@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hetero_framework.config import TrainingConfig
-from hetero_framework.trainer.disk_space import checkpoints_at_once, warn_of_a_small_disk
+from hetero_framework.trainer.run_checkpoint import checkpoints_at_once, warn_of_a_small_disk
 from hetero_framework.units import size
 
 
