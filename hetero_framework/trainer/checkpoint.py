@@ -179,7 +179,7 @@ class CheckpointStore:
         if isinstance(which, bool) or not re.fullmatch(r"[0-9]{1,18}", str(which)):
             raise CheckpointError(f"checkpoint {which!r}: give a step number or 'latest'")
         try:
-            return self.open(int(which)).verify()
+            return self.open(int(which))
         except CheckpointError as error:
             others = ", ".join(str(n) for n in self.complete_steps() if n != int(which))
             complete = f"complete in {self.root}: {others}"
@@ -196,7 +196,7 @@ class CheckpointStore:
         parsed = (_parsed(path.name) for path in self.paths())
         for step in sorted({step for step, kind in parsed if kind in (None, "old")}, reverse=True):
             try:
-                reader = self.open(step).verify()
+                reader = self.open(step)
             except RefusedCheckpoint:
                 raise
             except CheckpointError as error:
@@ -211,8 +211,8 @@ class CheckpointStore:
         raise CheckpointError(f"there is no checkpoint in {self.root}", hint=hint)
 
     def open(self, step: int) -> CheckpointReader:
-        """Open checkpoint `step`: manifest and sizes are checked now, hashes on first use. Raises
-        CheckpointError when it is absent, incomplete or damaged."""
+        """Open checkpoint `step` after hashing all of it. Raises CheckpointError when it is absent,
+        incomplete or damaged."""
         directory = self.root / f"step_{step}"
         try:
             if not directory.exists() and (replaced := self.root / f"step_{step}.old").is_dir():
@@ -348,30 +348,23 @@ class CheckpointReader:
         self.directory = directory
         self._refuse_planted(directory)
         self.manifest = self._read_manifest()
-        self._verified: set[str] = set()
-        self._file_of: dict[str, str] = {}
+        self._tensor_names: set[str] = set()
         try:
             for entry in self.manifest["files"]:
-                self._check_size(entry)
-                self._file_of.update(dict.fromkeys(entry["tensors"], entry["name"]))
+                self._check_file(entry)
+                self._tensor_names.update(entry["tensors"])
         except (KeyError, TypeError) as error:
             raise self._damaged(f"the list of files in {MANIFEST} is not one") from error
 
     def names(self) -> list[str]:
         """The names of all tensors, sorted."""
-        return sorted(self._file_of)
-
-    def verify(self) -> CheckpointReader:
-        """Compare the hash of every file. Raises CheckpointError that names the first bad file."""
-        for entry in self.manifest["files"]:
-            self._verify_file(entry)
-        return self
+        return sorted(self._tensor_names)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over the named tensors as (name, tensor), in the order of the files. Raises
         CheckpointError at once for names that are absent."""
         wanted = set(names)
-        if missing := sorted(wanted.difference(self._file_of)):
+        if missing := sorted(wanted - self._tensor_names):
             shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
             raise CheckpointError(
                 f"checkpoint {self.step} lacks {len(missing)} of {len(wanted)} tensors: {shown}",
@@ -384,7 +377,6 @@ class CheckpointReader:
             chosen = [name for name in entry["tensors"] if name in wanted]
             if not chosen:
                 continue
-            self._verify_file(entry)
             path = self.directory / entry["name"]
             with self._reading(path), safe_open(path, framework="pt") as file:
                 # Copies, not views of the mapped file: rotation may delete the file.
@@ -440,7 +432,7 @@ class CheckpointReader:
             raise CheckpointError(problem, hint=f"rename it to step_{step}")
         return content
 
-    def _check_size(self, entry: dict[str, Any]) -> None:
+    def _check_file(self, entry: dict[str, Any]) -> None:
         name, path = entry["name"], self.directory / entry["name"]
         if not _FILE_NAME.fullmatch(name):
             raise self._damaged(f"{name!r} is not a file of a checkpoint")
@@ -449,15 +441,10 @@ class CheckpointReader:
             nbytes = path.stat().st_size
         if nbytes != entry["bytes"]:
             raise self._damaged(f"{name} has {nbytes} bytes instead of {entry['bytes']}")
-
-    def _verify_file(self, entry: dict[str, Any]) -> None:
-        if (name := entry["name"]) in self._verified:
-            return
-        with self._reading(self.directory / name):
-            digest = _sha256(self.directory / name)
+        with self._reading(path):
+            digest = _sha256(path)
         if digest != entry["sha256"]:
             raise self._damaged(f"{name} does not have the sha256 that its manifest says")
-        self._verified.add(name)
 
     def _damaged(self, why: str) -> CheckpointError:
         return CheckpointError(f"checkpoint {self.step} is damaged: {why}")
