@@ -111,7 +111,7 @@ def _measured(way: str, folder: Path) -> dict[str, float]:
 
 def _ours(folder: Path, tokenizer: object) -> None:
     from hetero_framework.config import Config
-    from hetero_framework.data import load_data
+    from hetero_framework.data.train_data import load_data
 
     config = Config.from_dict(
         {

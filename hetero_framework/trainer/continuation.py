@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from hetero_framework._version import __version__
 from hetero_framework.config import Config, TrainingConfig, effects
 from hetero_framework.config.section import IDENTITY, RESULT, ROUNDING
-from hetero_framework.data import TrainData
+from hetero_framework.data.train_data import TrainData
 from hetero_framework.engine.optimizer import LearningRate
 from hetero_framework.errors import CheckpointError, UserError
 from hetero_framework.trainer.checkpoint import CheckpointReader

@@ -30,7 +30,8 @@ from hetero_framework.config.asked_extras import absent_extras, asked
 from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core import failpoints, timeouts
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.data import LazyBatches, MicroBatch, TrainData, padded_count, token_count
+from hetero_framework.data.batches import LazyBatches, MicroBatch, padded_count, token_count
+from hetero_framework.data.train_data import TrainData
 from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
 from hetero_framework.engine.hosts import ReplicasChanged, StagesLost, StopWanted, WorkerLeaving
 from hetero_framework.engine.loading import BuildStages, load_stages

@@ -12,7 +12,8 @@ from transformers import PretrainedConfig
 
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import TrainingConfig
-from hetero_framework.data import MicroBatch, TrainData, padded_count
+from hetero_framework.data.batches import MicroBatch, padded_count
+from hetero_framework.data.train_data import TrainData
 from hetero_framework.engine.out_of_memory import HOST_HINT
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import OutOfMemory

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hetero_framework.data import MicroBatch, TrainData
+from hetero_framework.data.batches import MicroBatch
+from hetero_framework.data.train_data import TrainData
 from hetero_framework.engine.stage_api import GradientSum
 from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState

@@ -20,8 +20,9 @@ from hetero_framework.config import AdapterConfig, Config, StageSpec
 from hetero_framework.config.asked_extras import asked
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.devices import open_device
-from hetero_framework.data import TrainData, load_data, load_tokenizer
 from hetero_framework.data.kinds import kind_of
+from hetero_framework.data.tokenizer import load_tokenizer
+from hetero_framework.data.train_data import TrainData, load_data
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.schedule.tuning import default_max_in_flight
 from hetero_framework.engine.state_snapshot import STATE_PART_BYTES, in_parts

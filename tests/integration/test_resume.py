@@ -10,7 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hetero_framework.config import Config
-from hetero_framework.data import load_data, load_tokenizer, num_items
+from hetero_framework.data.batches import num_items
+from hetero_framework.data.tokenizer import load_tokenizer
+from hetero_framework.data.train_data import load_data
 from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.progress import Progress

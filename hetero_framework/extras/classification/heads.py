@@ -15,7 +15,7 @@ from hetero_framework.models.cut.family import Head
 from hetero_framework.models.cut.tiny import task_of
 
 if TYPE_CHECKING:
-    from hetero_framework.data import TrainData
+    from hetero_framework.data.train_data import TrainData
 
 
 class ClassifierHead(Head):

@@ -16,7 +16,7 @@ import torch
 
 from hetero_framework.config import Config, load_config
 from hetero_framework.core.devices import open_device
-from hetero_framework.data import load_tokenizer
+from hetero_framework.data.tokenizer import load_tokenizer
 from hetero_framework.engine.stage import WEIGHTS
 from hetero_framework.errors import CheckpointError, HeteroError, PeerLostError
 from hetero_framework.log import event

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from hetero_framework.core import failpoints, timeouts
 from hetero_framework.core.threads import in_background, wait_for
-from hetero_framework.data import TrainData, token_count
+from hetero_framework.data.batches import token_count
+from hetero_framework.data.train_data import TrainData
 from hetero_framework.engine.hosts import ReplicasChanged
 from hetero_framework.engine.stage import WEIGHTS
 from hetero_framework.engine.stage_api import StatePart

@@ -19,7 +19,8 @@ from torch import Tensor
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import effects
 from hetero_framework.core import failpoints, timeouts
-from hetero_framework.data import TrainData, token_count
+from hetero_framework.data.batches import token_count
+from hetero_framework.data.train_data import TrainData
 from hetero_framework.engine.hosts import ReplicasChanged, StopWanted
 from hetero_framework.engine.stage_api import GradientPart, StatePart, Tensors
 from hetero_framework.errors import CheckpointError, GroupFinished, PeerAwayError, ProtocolError

@@ -22,8 +22,9 @@ from hetero_framework.config import AUTO, Config, ModelConfig, apply_override, p
 from hetero_framework.core import addresses
 from hetero_framework.core.devices import open_device, without_four_bit
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.data import load_data, load_tokenizer
 from hetero_framework.data.sources import find_sources
+from hetero_framework.data.tokenizer import load_tokenizer
+from hetero_framework.data.train_data import load_data
 from hetero_framework.errors import UserError, attempt
 from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.extras.planner.host_link import HostLink

@@ -33,7 +33,7 @@ from hetero_framework.core.devices import Device
 from hetero_framework.core.fields import Fields, WorkerId
 from hetero_framework.core.files import NamingOf
 from hetero_framework.core.messages import Seconds
-from hetero_framework.data import padded_count
+from hetero_framework.data.batches import padded_count
 from hetero_framework.engine.loading import load_stages
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StepInfo

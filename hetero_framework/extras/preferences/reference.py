@@ -22,7 +22,8 @@ from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config, StageSpec, effects
 from hetero_framework.config.section import Effect, WorkerId
 from hetero_framework.core.cache import recall, remember
-from hetero_framework.data import LazyBatches, MicroBatch, TrainData
+from hetero_framework.data.batches import LazyBatches, MicroBatch
+from hetero_framework.data.train_data import TrainData
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import CheckpointError, NumericError, ProtocolError
 from hetero_framework.extras.preferences.pair_objective import LOGPS

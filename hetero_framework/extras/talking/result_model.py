@@ -11,7 +11,7 @@ from typing import Any
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config
 from hetero_framework.core.messages import SessionKind
-from hetero_framework.data import load_tokenizer
+from hetero_framework.data.tokenizer import load_tokenizer
 from hetero_framework.errors import UserError
 from hetero_framework.extras.talking.generation import Choice, Generator, TakeToken
 from hetero_framework.extras.talking.prompts import Prompt, PromptReader, check_prompts, is_chat

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hetero_framework.config import Config, ModelConfig
-    from hetero_framework.data import TrainData
+    from hetero_framework.data.train_data import TrainData
     from hetero_framework.models.cut.side import Form
 
 

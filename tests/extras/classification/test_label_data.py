@@ -15,7 +15,7 @@ from trl import RewardTrainer
 from trl.trainer.reward_trainer import DataCollatorForPreference
 
 from hetero_framework.config import TrainingConfig
-from hetero_framework.data import TrainData, load_data
+from hetero_framework.data.train_data import TrainData, load_data
 from hetero_framework.errors import DataError
 from hetero_framework.extras.classification.labels import Stated
 from hetero_framework.extras.observe.example_view import shown_examples

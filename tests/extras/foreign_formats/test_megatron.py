@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_framework.data import load_data
+from hetero_framework.data.train_data import load_data
 from hetero_framework.errors import DataError
 from hetero_framework.extras.foreign_formats.megatron import IndexedFile
 from hetero_framework.extras.islands.ledger import split_step
@@ -242,7 +242,7 @@ MEASURED = """
 import json, resource, sys
 from pathlib import Path
 from hetero_framework.config import Config
-from hetero_framework.data import load_data
+from hetero_framework.data.train_data import load_data
 from tests.unit.data_helpers import make_config, tiny_tokenizer
 tokenizer = tiny_tokenizer()
 data = {"train": "corpus", "max_length": 1024}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero_framework.data import load_data
+from hetero_framework.data.train_data import load_data
 from hetero_framework.extras.foreign_formats.megatron import IndexedFile
 from tests.unit.data_helpers import make_config, tiny_tokenizer
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.data import load_data, load_tokenizer
+from hetero_framework.data.tokenizer import load_tokenizer
+from hetero_framework.data.train_data import load_data
 from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer.coordinator import train
 from tests.extras.foreign_formats.test_megatron import present, write

@@ -11,8 +11,7 @@ from typing import Any
 import datasets
 import pytest
 
-from hetero_framework.data import load_data
-from hetero_framework.data.train_data import TrainData
+from hetero_framework.data.train_data import TrainData, load_data
 from hetero_framework.errors import ConfigError, DataError
 from tests.unit.data_helpers import make_config, tiny_tokenizer, write_jsonl
 

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from hetero_framework.config import Config
-from hetero_framework.data import load_data
 from hetero_framework.data.tokenizer import load_tokenizer
+from hetero_framework.data.train_data import load_data
 from tests.samples import save_texts
 from tests.unit.data_helpers import write_jsonl
 

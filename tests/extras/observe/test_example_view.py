@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from hetero_framework.data import load_data
+from hetero_framework.data.train_data import load_data
 from hetero_framework.extras.observe.example_view import shown_examples
 from hetero_framework.extras.observe.token_view import print_examples
 from tests.installed import needs

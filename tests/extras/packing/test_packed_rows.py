@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl import pack_dataset
 
-from hetero_framework.data import load_data
+from hetero_framework.data.train_data import load_data
 from hetero_framework.errors import ConfigError, DataError
 from hetero_framework.extras.packing.packed_rows import parts_of
 from tests.unit.data.test_formats import PAIRS, TEXT, sft_trainer

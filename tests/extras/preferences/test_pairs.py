@@ -12,8 +12,8 @@ import datasets
 import pytest
 from trl import DPOTrainer
 
-from hetero_framework.data import TrainData, load_data
 from hetero_framework.data.examples import Examples
+from hetero_framework.data.train_data import TrainData, load_data
 from hetero_framework.errors import DataError
 from tests.unit.data_helpers import CHATML, make_config, tiny_tokenizer, write_jsonl
 

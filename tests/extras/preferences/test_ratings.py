@@ -14,8 +14,9 @@ from trl import KTOTrainer
 from trl.data_utils import unpair_preference_dataset
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-from hetero_framework.data import TrainData, load_data, padded_count, token_count
+from hetero_framework.data.batches import padded_count, token_count
 from hetero_framework.data.sources import Record
+from hetero_framework.data.train_data import TrainData, load_data
 from hetero_framework.errors import DataError
 from hetero_framework.extras.observe.example_view import shown_examples
 from hetero_framework.extras.preferences.ratings import unpaired

@@ -21,7 +21,8 @@ import pyarrow
 import pytest
 
 from hetero_framework.config import Config
-from hetero_framework.data import TrainData, load_data, load_tokenizer
+from hetero_framework.data.tokenizer import load_tokenizer
+from hetero_framework.data.train_data import TrainData, load_data
 from hetero_framework.errors import ConfigError, DataError
 from hetero_framework.extras.observe.example_view import shown_examples
 from hetero_framework.extras.streams import child
@@ -280,7 +281,8 @@ def test_a_file_that_expands_without_end_takes_little_memory(load: Load, tmp_pat
 _OWNER = """
 import json, sys, time
 from hetero_framework.config import Config
-from hetero_framework.data import load_data, load_tokenizer
+from hetero_framework.data.tokenizer import load_tokenizer
+from hetero_framework.data.train_data import load_data
 config = Config.from_dict(json.load(open(sys.argv[1])), sys.argv[2])
 data = load_data(config, load_tokenizer(config))
 print(data.examples._child._process.pid, flush=True)

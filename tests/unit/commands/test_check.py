@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hetero_framework import cli
 from hetero_framework.commands.check_report import check, forecast, text
 from hetero_framework.config import Config, load_config
-from hetero_framework.data import load_data, load_tokenizer
+from hetero_framework.data.tokenizer import load_tokenizer
+from hetero_framework.data.train_data import load_data
 from hetero_framework.errors import ConfigError, DataError, DeviceError, PlanError
 from hetero_framework.trainer.setup import prepare
 from hetero_framework.units import size

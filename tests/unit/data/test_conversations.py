@@ -11,9 +11,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hetero_framework.config import DataConfig
-from hetero_framework.data import load_data
 from hetero_framework.data.formats import Formatter
 from hetero_framework.data.sources import Record
+from hetero_framework.data.train_data import load_data
 from hetero_framework.errors import DataError
 from tests.unit.data_helpers import (
     CHATML,

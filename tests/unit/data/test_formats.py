@@ -11,7 +11,6 @@ import torch
 from trl import SFTConfig, SFTTrainer
 
 from hetero_framework.config import DataConfig
-from hetero_framework.data import TrainData, load_data
 from hetero_framework.data.chat import ChatRenderer
 from hetero_framework.data.conversations import Conversation
 from hetero_framework.data.formats import (
@@ -22,6 +21,7 @@ from hetero_framework.data.formats import (
 )
 from hetero_framework.data.sources import Record
 from hetero_framework.data.splits import renamed
+from hetero_framework.data.train_data import TrainData, load_data
 from hetero_framework.errors import DataError
 from tests.unit.data_helpers import (
     CHATML,

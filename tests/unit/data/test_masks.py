@@ -10,9 +10,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hetero_framework.data import TrainData, load_data
 from hetero_framework.data.chat import ChatRenderer, find_turns, mark_turns, numbered
 from hetero_framework.data.conversations import Conversation, Remarks
+from hetero_framework.data.train_data import TrainData, load_data
 from hetero_framework.errors import DataError
 from tests.unit.data_helpers import (
     CHATML,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from transformers import ByT5Tokenizer
 
-from hetero_framework.data import TrainData, load_data, token_cache
+from hetero_framework.data import token_cache
 from hetero_framework.data.examples import Examples, ExamplesBuilder
 from hetero_framework.data.token_cache import Entry
-from hetero_framework.data.train_data import Reader
+from hetero_framework.data.train_data import Reader, TrainData, load_data
 from tests.planting import plant
 from tests.unit.data_helpers import CHATML_MARKED, make_config, tiny_tokenizer, write_jsonl
 

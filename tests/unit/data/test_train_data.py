@@ -13,11 +13,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer
 
 from hetero_framework.config import DataConfig
-from hetero_framework.data import load_data, load_tokenizer, num_items, train_data
-from hetero_framework.data.batches import pack
+from hetero_framework.data import train_data
+from hetero_framework.data.batches import num_items, pack
 from hetero_framework.data.examples import ExamplesBuilder
-from hetero_framework.data.tokenizer import choose_pad_token, read_tokenizer
-from hetero_framework.data.train_data import display
+from hetero_framework.data.tokenizer import choose_pad_token, load_tokenizer, read_tokenizer
+from hetero_framework.data.train_data import display, load_data
 from hetero_framework.errors import DataError
 from tests.installed import needs
 from tests.unit.data_helpers import (

@@ -15,7 +15,8 @@ from transformers import get_scheduler
 
 from hetero_framework.config import Config, effects
 from hetero_framework.config.section import FREE, IDENTITY, RESULT, ROUNDING
-from hetero_framework.data import TrainData, load_data, load_tokenizer
+from hetero_framework.data.tokenizer import load_tokenizer
+from hetero_framework.data.train_data import TrainData, load_data
 from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer.continuation import check_identity, contents, identity, versions
 from hetero_framework.trainer.resolution import Resolved

@@ -22,7 +22,8 @@ from hetero_framework.cli import main
 from hetero_framework.commands.check_report import check, text
 from hetero_framework.config import Config
 from hetero_framework.core import files
-from hetero_framework.data import LazyBatches, TrainData
+from hetero_framework.data.batches import LazyBatches
+from hetero_framework.data.train_data import TrainData
 from hetero_framework.engine.hosts import StagesLost
 from hetero_framework.errors import CheckpointError, PeerLostError, ResourceError, StoppedEarly
 from hetero_framework.trainer import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hetero_framework.data import TrainData
+from hetero_framework.data.train_data import TrainData
 from hetero_framework.engine.hosts import ReplicasChanged
 from hetero_framework.engine.stage_api import GradientPart, Tensors
 from hetero_framework.trainer import coordinator

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hetero_framework.config import Config, TrainingConfig
-from hetero_framework.data import TrainData
+from hetero_framework.data.train_data import TrainData
 from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
