@@ -361,6 +361,12 @@ def lines(path: Path, *, newline: str | None = "\n", hint: str = "") -> Iterator
             yield number, found if newline == "" else found.rstrip("\r\n")
 
 
+def text_records(path: Path) -> Iterator[Record]:
+    """The examples of a file of text: its lines."""
+    for number, line in lines(path, newline=None):
+        yield Record(f"{path}:{number}", {"text": line})
+
+
 def _line(file: BinaryIO | io.TextIOWrapper) -> bytes:
     line = file.readline(MAX_LINE_BYTES + 1)
     return line if isinstance(line, bytes) else line.encode("utf-8", "surrogateescape")

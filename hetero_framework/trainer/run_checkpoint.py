@@ -230,7 +230,7 @@ class RunCheckpoints:
 
     def _write(self, store: CheckpointStore, state: TrainState) -> Path | None:
         """Write the present state of the stages; None where it is not finite."""
-        gather = self._gather
+        gather: Callable[[TakePart], None] = self._gather
         if self._durable is not None:
             if (stages := self._durable.take(state, write=False)) is None:
                 return None
