@@ -382,8 +382,8 @@ class _Watcher:
         self._events.put(event)
         with self._lock:
             if not self._runs:
-                self._runs = True
                 threading.Thread(target=self._run, name="watch events", daemon=True).start()
+                self._runs = True
 
     def _run(self) -> None:
         while True:
