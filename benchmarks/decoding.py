@@ -70,7 +70,7 @@ def through_processes(cluster: Cluster) -> tuple[list[int], float]:
         cached=True,
         take_token=lambda text, token: times.append(time.perf_counter()),
     )
-    cluster.loaded.begin(StepInfo(0, 0, False, texts.micro_batches, 1, decoding=GREEDY))
+    cluster.begin(StepInfo(0, 0, False, texts.micro_batches, 1, decoding=GREEDY))
     cluster.pipeline.decode(texts)
     cluster.retrying(cluster.pipeline.abort)
     return texts.texts[0], (times[-1] - times[0]) / (NEW - 1)

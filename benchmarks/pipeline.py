@@ -327,14 +327,14 @@ def run_step(
     """One training step, as the training loop does it; what each stage did."""
 
     def gradients() -> dict[int, StageStatistics]:
-        cluster.loaded.begin(StepInfo(number, 0, True, len(batches), 1))
+        cluster.begin(StepInfo(number, 0, True, len(batches), 1))
         cluster.pipeline.run(batches)
         _, stages = cluster.pipeline.report_gradients()
         return stages
 
     stages = cluster.retrying(gradients)
     cluster.pipeline.commit(0.0, 1.0, cluster.recovery.recover)
-    cluster.loaded.observe(len(batches), stages)
+    cluster.observe(len(batches), stages)
     return stages
 
 

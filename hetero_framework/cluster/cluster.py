@@ -1,7 +1,7 @@
 """All processes of a run as one: starts local workers, connects, loads all stages, runs steps.
 
-`Cluster` owns the processes and their links. It builds a `LoadedPipeline` once all stages of a plan
-are loaded. What happens after a loss is in recovery.py.
+`Cluster` owns the processes and their links. It builds a `Pipeline` once all stages of a plan are
+loaded. What happens after a loss is in recovery.py.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from hetero_framework import control
 from hetero_framework.cluster.child import PROGRAM
-from hetero_framework.cluster.loaded_pipeline import (
-    Boundaries,
-    LoadedPipeline,
-    LoadedStages,
-    planned,
-)
+from hetero_framework.cluster.direct_links import Boundaries
+from hetero_framework.cluster.loaded_stages import LoadedStages, planned
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.membership import Event, WorkerState
 from hetero_framework.cluster.recovery import Recovery
@@ -39,11 +36,23 @@ from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.messages import Message
 from hetero_framework.core.threads import in_background
 from hetero_framework.engine.boundary_io import meter_of, unpack
-from hetero_framework.engine.hosts import LinkLost, StopWanted
+from hetero_framework.engine.hosts import LinkLost, StepResults, StopWanted
 from hetero_framework.engine.loading import BuildStages, load_stages, take_apart
-from hetero_framework.engine.pipeline import Pipeline
+from hetero_framework.engine.pipeline import Pipeline, StageStatistics
+from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.schedule.simulator import Profile
-from hetero_framework.engine.stage_api import StageInterface
+from hetero_framework.engine.schedule.tuner import StageSeconds, Tuner, make_profile
+from hetero_framework.engine.schedule.tuning import TunedSchedule
+from hetero_framework.engine.stage_api import (
+    GradientReport,
+    GradientSum,
+    Outcome,
+    StageInterface,
+    StepInfo,
+    Tensors,
+)
+from hetero_framework.engine.stage_host import StageHost
+from hetero_framework.engine.ties import Ties
 from hetero_framework.errors import (
     HeteroError,
     NetworkError,
@@ -53,6 +62,7 @@ from hetero_framework.errors import (
     UserError,
 )
 from hetero_framework.log import event
+from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.files import fingerprint
 from hetero_framework.repository import resolve_model_path
 from hetero_framework.security.access import Access, access_of
@@ -61,6 +71,8 @@ _log = logging.getLogger(__name__)
 _LOADED_BEFORE = (WorkerState.READY, WorkerState.LEAVING, WorkerState.LOST, WorkerState.JOINING)
 """States of workers that load the stages of the next plan, whatever it gives them."""
 T = TypeVar("T")
+Gradients = tuple[list[float], list[GradientReport], dict[int, StageStatistics]]
+"""The losses of a step's micro-batches, the gradients' norms by stage, and the stages' times."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,26 @@ def free_bytes(config: Config, facts: Mapping[WorkerId, MachineFacts]) -> dict[W
     places = {id: (machine_of(config, config.machine(id)), facts[id].device) for id in facts}
     sharers = Counter(places.values())
     return {id: facts[id].memory_free / sharers[places[id]] for id in facts}
+
+
+@dataclass(frozen=True)
+class _CoordinatorSink:
+    """Output of this process's stages: results stay here, tensors go to their workers."""
+
+    results: StepResults
+    links: WorkerLinks
+
+    def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
+        self.links.post(message, done)
+
+    def outcome(self, info: StepInfo, micro_batch: int, outcome: Outcome) -> None:
+        self.results.outcome(info, micro_batch, outcome)
+
+    def finished(self, info: StepInfo, micro_batch: int) -> None:
+        self.results.finished(info, micro_batch)
+
+    def failed(self, error: Exception) -> None:
+        self.links.fail(error)
 
 
 class Cluster:
@@ -158,8 +190,9 @@ class Cluster:
         self._attempts = itertools.count(1)
         self._max_boundary_bytes = max_boundary_bytes or max_frame_bytes
         self._local_stages: Sequence[StageInterface] = []
-        self._current: LoadedPipeline | None = None
         self._was_ready = False
+        self.forecast: TunedSchedule | None = None
+        """The prediction for the step that began last; None while no times are known."""
         self.fingerprint = ""
         """The fingerprint of the model's weights, as last loaded."""
 
@@ -170,8 +203,8 @@ class Cluster:
         at_once = isinstance(error, (KeyboardInterrupt, PeerLostError))
         end_s = timeouts.STOP_S if at_once else timeouts.EXIT_S
         try:
-            if self._current is not None:
-                self._current.pipeline.close()
+            if self.recovery.pipeline is not None:
+                self.recovery.pipeline.close()
             self._peers.close(Message(_goodbye(error)), end_s)
         finally:
             self._local.stop(end_s)
@@ -216,16 +249,17 @@ class Cluster:
         config: Config,
         memory_limits: tuple[int, ...] | None = None,
         plan_times: Profile | None = None,
-    ) -> LoadedPipeline:
+    ) -> None:
         """Have all processes load their stages of `config`, also in place of other stages. Workers
-        without stages free their memory and stay as spare workers. `plan_times` are the times that
-        the plan was made with. Raises PeerLostError for a worker that is gone or exceeds
-        `load_timeout_s`, and UserError if reading this machine's files exceeds it."""
-        if self._current is not None:
-            self._current.pipeline.close()
+        without stages free their memory and stay as spare workers. `memory_limits` are the numbers
+        of forwards that the stages have memory for, `plan_times` the times that the plan was made
+        with. Raises PeerLostError for a worker that is gone or exceeds `load_timeout_s`, and
+        UserError if reading this machine's files exceeds it."""
+        if self.recovery.pipeline is not None:
+            self.recovery.pipeline.close()
             for worker in self._peers.workers:
                 self._peers.direct.forget(worker)  # SETUP has a worker close its links
-        self._current = self.recovery.pipeline = None
+        self.recovery.pipeline = None
         self._config = self.recovery.config = config
         self._end_loading()
         spare = planned(config, self.members.those(WorkerState.SPARE))
@@ -235,32 +269,51 @@ class Cluster:
         remains, self._local_stages = take_apart(self._local_stages, config), []
         specs = [s for s in config.plan.stages if s.owner == "local"]
         self._local_stages = local = self._build(config, specs, self.device, remains)
-        self._loaded = loaded = LoadedStages(config, expected)
+        self.loaded = LoadedStages(config, expected, self._statistics)
         for stage in local:
             report = stage.fingerprint, stage.trainable(), stage.ties
-            loaded.note("the coordinator", stage.index, *report)
+            self.loaded.note("the coordinator", stage.index, *report)
         self._load_workers()
         for stage in local:
-            stage.input_requires_grad = loaded.needs[stage.index]
-        self._current = LoadedPipeline(
-            config,
-            self._peers,
-            loaded,
-            local,
-            self.device,
-            self._meter,
+            stage.input_requires_grad = self.loaded.needs[stage.index]
+        self._boundaries = Boundaries(config)
+        self._tuner = Tuner(
+            config.plan.stages,
+            max_in_flight=config.training.max_in_flight,
             memory_limits=memory_limits,
-            plan_times=plan_times,
-            id_layers=self._id_layers,
-            statistics=self._statistics,
-            max_boundary_bytes=self._max_boundary_bytes,
-            attempts=self._attempts,
+            planned=plan_times,
         )
-        self.fingerprint = self._current.fingerprint
-        self.recovery.pipeline = pipeline = self._current.pipeline
+        self.fingerprint = self.loaded.fingerprint
+        self.recovery.pipeline = pipeline = self._new_pipeline()
         self.recovery.outlive(lambda: self.retrying(pipeline.share_tied_weights))
         self._was_ready = True
-        return self._current
+
+    def _new_pipeline(self) -> Pipeline:
+        """The pipeline over all hosts, whose stages are loaded."""
+        config, trained, links = self._config, self.loaded.trained, self._peers
+        specs, states = config.plan.stages, self.loaded.state_names
+        results, ties = StepResults(), Ties(self.loaded.ties, trained)
+        sink = _CoordinatorSink(results, links)
+        host = StageHost(self._local_stages, config, self.device, self._meter, sink)
+        host.expectation.max_boundary_bytes = self._max_boundary_bytes
+        links.route(specs, host.expectation)
+        remotes = []
+        for worker in self.workers:
+            indexes = [s.index for s in specs if s.owner == worker]
+            targets = [ties.targets.get(index, {}) for index in indexes]
+            about = worker, indexes, links, results, host.data, targets
+            remotes.append(RemoteHost(*about, trained=trained, states=states))
+        return Pipeline(
+            specs,
+            [host, *remotes],
+            links,
+            results,
+            objective=objective_of(config.training, self._id_layers),
+            step_timeout_s=config.training.step_timeout_s,
+            trained=trained,
+            ties=ties,
+            has_stages=self.members.has_stages,
+        )
 
     def _load_workers(self) -> None:
         """Have all workers without stages load theirs; link them with each other and start them.
@@ -281,13 +334,13 @@ class Cluster:
                 for entry in loaded:
                     trainable = [(p.name, p.index) for p in entry.trainable]
                     report = entry.fingerprint, trainable, entry.ties
-                    self._loaded.note(f"worker {worker}", entry.index, *report)
-            self._loaded.check(deadline)
+                    self.loaded.note(f"worker {worker}", entry.index, *report)
+            self.loaded.check(deadline)
             self._connect_workers()
             started.intersection_update(self._peers.ready)
             for worker in planned(self._config, [w for w in loading if w not in started]):
                 stages = (s.index for s in self._config.plan.stages if s.owner == worker)
-                needing = tuple(k for k in stages if self._loaded.needs[k])
+                needing = tuple(k for k in stages if self.loaded.needs[k])
                 start = m.Start(needing, self._max_boundary_bytes)
                 self._peers.send(worker, Message(start))
                 started.add(worker)
@@ -297,9 +350,9 @@ class Cluster:
         for worker in loaded:
             is_planned = worker in self._config.plan.owners
             self.members.on(worker, Event.LOADED if is_planned else Event.SPARED)
-            if self._current is not None:
+            if self.recovery.pipeline is not None:
                 self.pipeline.renew(worker)
-        if self._current is not None and self._loaded.fingerprint != self.fingerprint:
+        if self.recovery.pipeline is not None and self.loaded.fingerprint != self.fingerprint:
             raise PeerLostError(
                 f"worker {', '.join(map(str, loaded))} came back with other weights of the model",
                 hint="put the model's files there back as they were",
@@ -371,20 +424,65 @@ class Cluster:
     # -- steps ----------------------------------------------------------------------------------
 
     @property
-    def loaded(self) -> LoadedPipeline:
-        """The present pipeline."""
-        assert self._current is not None, "assemble comes first"
-        return self._current
+    def pipeline(self) -> Pipeline:
+        """The pipeline of the plan in force."""
+        assert self.recovery.pipeline is not None, "assemble comes first"
+        return self.recovery.pipeline
 
     @property
-    def pipeline(self) -> Pipeline:
-        return self.loaded.pipeline
+    def direct(self) -> frozenset[int]:
+        """Boundaries with a link from worker to worker, by the number of the stage before each."""
+        return self._boundaries.direct(self._peers.direct.open)
+
+    def attempt(
+        self, info: StepInfo, batches: Sequence[Tensors], group: GradientSum | None = None
+    ) -> Gradients:
+        """Do a training step up to the commit. It changes no weight, so it may be repeated."""
+        self.begin(info, group)
+        losses = self.pipeline.run(batches)
+        self.pipeline.sum_gradients()
+        return losses, *self.pipeline.report_gradients()
+
+    def begin(self, info: StepInfo, group: GradientSum | None = None) -> None:
+        """Announce an attempt at a step to every stage, with the best schedule known so far; its
+        number is set here. `group` gets the gradients of a step that is summed."""
+        info = replace(info, attempt=next(self._attempts), summed=group is not None)
+        text = "step %d, attempt %d: %d micro-batches"
+        _log.debug(text, info.step + 1, info.attempt, info.micro_batches)
+        self._peers.direct.dial_again(timeouts.DIRECT_DIAL_S)
+        count = max(1, info.micro_batches)  # other replicas may have all of a short step
+        choice = self._tuner.choice(count, self.direct)
+        self.forecast = None if choice.assumed else choice
+        self.pipeline.begin(info, choice.schedule if info.train else choice.unordered, group)
+
+    def observe(self, micro_batches: int, statistics: Mapping[int, StageStatistics]) -> Profile:
+        """Tune the next steps to the times of this step; return the times of stages and edges."""
+        n = micro_batches
+        seconds = {
+            index: StageSeconds(
+                s.forward_s / n, s.backward_s / n, s.arrive_forward_s, s.arrive_backward_s
+            )
+            for index, s in statistics.items()
+        }
+        direct, latency_s = self.direct, {}
+        for before, after in self._boundaries.all:
+            if before.index in direct:
+                pair = frozenset((before.owner, after.owner))
+                round_trip_s = self.pipeline.round_trips.get(pair, 0.0)
+            else:
+                round_trip_s = sum(
+                    self._peers.clock(owner).round_trip_s or 0.0
+                    for owner in {before.owner, after.owner} - {"local"}
+                )
+            latency_s[before.index] = round_trip_s / 2
+        self._tuner.observe(seconds, latency_s)
+        return make_profile(self._config.plan.stages, seconds, latency_s, direct)
 
     @property
     def idle_s(self) -> float:
         """Seconds since anything moved in the stages; inf without stages. From any thread."""
-        current = self._current
-        return current.pipeline.idle_s if current is not None else math.inf
+        pipeline = self.recovery.pipeline
+        return pipeline.idle_s if pipeline is not None else math.inf
 
     @property
     def workers(self) -> list[WorkerId]:
@@ -435,11 +533,12 @@ class Cluster:
     def ask(self, worker: WorkerId, question: Message, then: Message | None = None) -> Message:
         """A worker's answer to a CONTROL request, which the caller releases. `then` is sent right
         behind the question. Raises LinkLost."""
-        host = self.loaded.remotes[worker]
+        pipeline = self.pipeline
         if then is not None:
-            host.answer(question)  # sends it
+            pipeline.answer(worker, question)  # sends it
             self._peers.send(worker, then)
-        return self.pipeline.until(lambda: host.answer(question), f"an answer of worker {worker}")
+        ask = partial(pipeline.answer, worker, question)
+        return pipeline.until(ask, f"an answer of worker {worker}")
 
     def traffic(self) -> dict[WorkerId, tuple[int, int, float, int]]:
         """Per worker: bytes received, bytes sent and seconds spent writing on all its links with

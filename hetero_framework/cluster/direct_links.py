@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
-from hetero_framework.config import WorkerConfig
+from hetero_framework.config import Config, StageSpec, WorkerConfig
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
@@ -140,3 +141,34 @@ class DirectLinks:
                 back = event("direct link back", workers=f"{dialler}, {entry.id}")
                 text = "the link between workers %s and %s is back"
                 _log.info(text, dialler, entry.id, extra=back)
+
+
+class Boundaries:
+    """The boundaries between a plan's stages, and which of them a direct link may serve."""
+
+    def __init__(self, config: Config) -> None:
+        self.all = list(pairwise(config.plan.stages))
+        self._config = config
+
+    def mode(self, after: StageSpec) -> str:
+        """The setting of the boundary in front of a stage: "auto", "direct" or "relay"."""
+        return self._config.shard_plan[after.index].links or self._config.links
+
+    @property
+    def between_workers(self) -> list[tuple[StageSpec, StageSpec]]:
+        """Boundaries that a direct link may serve."""
+        return [
+            (before, after)
+            for before, after in self.all
+            if "local" not in (before.owner, after.owner)
+            and before.owner != after.owner
+            and self.mode(after) != "relay"
+        ]
+
+    def direct(self, links: Collection[frozenset[WorkerId]]) -> frozenset[int]:
+        """The boundaries that one of these links serves, by the number of the stage before."""
+        return frozenset(
+            before.index
+            for before, after in self.between_workers
+            if frozenset((before.owner, after.owner)) in links
+        )

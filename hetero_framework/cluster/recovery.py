@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 
 from hetero_framework import control
 from hetero_framework.cluster import link_probe
-from hetero_framework.cluster.loaded_pipeline import planned
+from hetero_framework.cluster.loaded_stages import planned
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.membership import MAX_RECOVERIES, Action, Event, WorkerState
 from hetero_framework.cluster.worker_links import WorkerLinks

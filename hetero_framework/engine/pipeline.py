@@ -524,13 +524,18 @@ class Pipeline:
         longest = _PATIENCE * statistics.median(self._step_s)
         return min(self._step_timeout_s, max(_LEAST_PATIENCE_S, longest))
 
+    def answer(self, worker: WorkerId, question: Message) -> Message | None:
+        """See `RemoteHost.answer`."""
+        host = self._by_id[worker]
+        assert isinstance(host, RemoteHost)
+        return host.answer(question)
+
     def answering(self, questions: Mapping[WorkerId, Message], timeout_s: float) -> set[WorkerId]:
         """The workers whose main thread answers a CONTROL request in time. Raises LinkLost."""
         deadline, left = time.monotonic() + timeout_s, dict(questions)
-        hosts = {host.id: host for host in self._hosts if isinstance(host, RemoteHost)}
         while left and time.monotonic() < deadline:
             for worker in list(left):
-                if (answer := hosts[worker].answer(left[worker])) is not None:
+                if (answer := self.answer(worker, left[worker])) is not None:
                     answer.release()
                     del left[worker]
             self._receive(_ANSWER_S)

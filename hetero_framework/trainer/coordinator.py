@@ -21,8 +21,7 @@ from typing import Any, NoReturn, Unpack
 from torch import Tensor
 
 from hetero_framework import control, errors, log, registry
-from hetero_framework.cluster.cluster import Cluster
-from hetero_framework.cluster.loaded_pipeline import Gradients
+from hetero_framework.cluster.cluster import Cluster, Gradients
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.roles import Unnamed, check_coordinator, decide_role
 from hetero_framework.config import PLAN_FILE, Config, interval
@@ -281,7 +280,7 @@ class _Call:
         observers.watch([MetricsFile(config.output_dir), EventLog(self._events), screen])
         callbacks = control.as_list(self.given.get("callbacks") or ())
         watched = Watched(
-            Placement(prepared, facts, cluster.loaded.direct),
+            Placement(prepared, facts, cluster.direct),
             self._store,
             lambda: self._stop.requested is not None,
             [*callbacks, *control.imported_callbacks()],
@@ -428,7 +427,7 @@ class Coordinator:
 
     @property
     def _placed(self) -> Placement:
-        return Placement(self._prepared, self._plans.facts, self._cluster.loaded.direct)
+        return Placement(self._prepared, self._plans.facts, self._cluster.direct)
 
     def _take_up(self, checkpoint: CheckpointReader | None) -> TrainState:
         """Give all stages the state that the run begins with."""
@@ -698,7 +697,7 @@ class Coordinator:
         due = Due()
         self._tell(Observer.step_begin, state, due)
         part = self._part = self._replicas.part(state, self._data, self._count_items)
-        batches, loaded = part.batches, self._cluster.loaded
+        batches = part.batches
         tokens = sum(map(token_count, batches))
         losses, reports, stages = self._computed_part(part)
         if (count := self._count_of_substeps(due, len(batches))) < len(batches):
@@ -716,9 +715,9 @@ class Coordinator:
         self._tell(Observer.before_commit, state, due)
         if commits := outcome.commits:
             factor = clip_factor(norm, self._config.training.max_grad_norm)
-            loaded.pipeline.commit(rate, factor, self._cluster.recovery.recover)
+            self._cluster.pipeline.commit(rate, factor, self._cluster.recovery.recover)
         else:
-            self._cluster.retrying(loaded.pipeline.abort)
+            self._cluster.retrying(self._cluster.pipeline.abort)
         self._state = state.after(outcome, tokens)
         if not commits:
             outcome = self._note_skip(outcome, losses, reports, part)
@@ -732,7 +731,7 @@ class Coordinator:
         self._losses.append((self._state.step, loss))
         seconds = time.perf_counter() - started
         if batches:
-            seen = loaded.observe(len(batches), stages)
+            seen = self._cluster.observe(len(batches), stages)
             self._plans.after_step(seen)
         self._keep_spans()
         line: dict[str, Any] = {
@@ -758,7 +757,7 @@ class Coordinator:
 
     def _computed_part(self, part: StepPart) -> Gradients:
         """Send this replica's part of a step through all stages; no weight changes yet."""
-        state, loaded = self._state, self._cluster.loaded
+        state = self._state
         info = StepInfo(
             step=part.number,
             attempt=0,
@@ -773,7 +772,7 @@ class Coordinator:
                 batches = part.batches
                 if self._reference is not None:
                     batches = self._reference.added(self._cluster, batches, part.samples)
-                attempt = partial(loaded.attempt, info, batches, part.group)
+                attempt = partial(self._cluster.attempt, info, batches, part.group)
                 return self._cluster.recovery.retrying(attempt)
             except errors.OutOfMemory as error:
                 largest = max(part.batches, key=padded_count)
@@ -784,7 +783,7 @@ class Coordinator:
         self, batches: Sequence[MicroBatch], seconds: float, stages: Mapping[int, StageStatistics]
     ) -> dict[str, Any]:
         """The entries of a step's line on its tokens and times."""
-        tokens, forecast = sum(map(token_count, batches)), self._cluster.loaded.forecast
+        tokens, forecast = sum(map(token_count, batches)), self._cluster.forecast
         return {
             "tokens": tokens,
             "padded_tokens": sum(map(padded_count, batches)),
@@ -870,7 +869,7 @@ class Coordinator:
                 num_items=1,
                 predicts=None if computed is None else True,
             )
-            self._cluster.loaded.begin(info)
+            self._cluster.begin(info)
             return self._cluster.pipeline.run(LazyBatches(len(batches), batch))
 
         with self._ending_within(0.0):

@@ -24,7 +24,6 @@ from typing import Any, Protocol
 import torch
 
 from hetero_framework.cluster.cluster import Cluster
-from hetero_framework.cluster.loaded_pipeline import LoadedPipeline
 from hetero_framework.config import Config
 from hetero_framework.core.threads import in_background, wait_for
 from hetero_framework.engine.pipeline import HeldState
@@ -172,7 +171,7 @@ class DurableSteps:
             self._cluster.pipeline.rewind(None, {})
             parts = [part for held in step.stages.values() for part in held.parts]
             values = {name: value for part in parts for name, value in part.values.items()}
-            load_by_name(self._cluster.loaded, TensorsInMemory(parts), values)
+            load_by_name(self._cluster, TensorsInMemory(parts), values)
         return step.state
 
     def close(self) -> None:
@@ -315,18 +314,18 @@ class TensorsInMemory:
             yield name, self._tensors[name]
 
 
-def load_by_name(loaded: LoadedPipeline, tensors: NamedTensors, values: Mapping[str, Any]) -> None:
+def load_by_name(cluster: Cluster, tensors: NamedTensors, values: Mapping[str, Any]) -> None:
     """Have every stage take over its trained parameters. Raises LinkLost and StagesLost, and
     CheckpointError for a weight without a tensor."""
     states, value_names = by_parameter(tensors.names()), by_parameter(values)
-    for stage, parameters in enumerate(loaded.state_names):
+    for stage, parameters in enumerate(cluster.loaded.state_names):
         wanted: dict[str, dict[str, Any]] = {}
         for name in parameters:
             wanted[f"{WEIGHTS}/{name}"] = {n: values[n] for n in value_names.get(name, ())}
             wanted.update({n: {} for n in states.get(name, ())})
         entries = ((name, tensor, wanted[name]) for name, tensor in tensors.read(wanted))
-        loaded.pipeline.load_state(stage, "checkpoint", in_parts(entries))
-    loaded.pipeline.share_tied_weights()
+        cluster.pipeline.load_state(stage, "checkpoint", in_parts(entries))
+    cluster.pipeline.share_tied_weights()
 
 
 def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:

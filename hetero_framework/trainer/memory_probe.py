@@ -43,7 +43,7 @@ def probe_longest_batch(
     def run() -> None:
         scale = state.loss_scale.value
         tokens = padded_count(batch)
-        cluster.loaded.begin(StepInfo(state.step, 0, True, 1, tokens, scale))
+        cluster.begin(StepInfo(state.step, 0, True, 1, tokens, scale))
         cluster.pipeline.run([batch])
 
     try:

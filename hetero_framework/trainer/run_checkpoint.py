@@ -112,7 +112,7 @@ class RunCheckpoints:
 
         def load() -> None:
             self._cluster.pipeline.rewind(None, {})
-            load_by_name(self._cluster.loaded, held, values)
+            load_by_name(self._cluster, held, values)
 
         self._cluster.retrying(load)
         self.begin(state)
@@ -273,7 +273,7 @@ class RunCheckpoints:
         with_state = by_parameter(reader.names()).keys() | by_parameter(values).keys()
         known = {name for stage in loaded.state_names for name in stage}
         _check_content(reader, known, with_state, state)
-        load_by_name(loaded, reader, values)
+        load_by_name(self._cluster, reader, values)
         names = [name for name in reader.names() if name.startswith(BESIDE)]
         self.restored = {name.removeprefix(BESIDE): t.clone() for name, t in reader.read(names)}
         return state

@@ -44,7 +44,7 @@ def batches(step: int) -> list[MicroBatch]:
 
 def take_step(cluster: Cluster, number: int) -> None:
     def gradients() -> None:
-        cluster.loaded.begin(StepInfo(number, 0, True, 4, 88))
+        cluster.begin(StepInfo(number, 0, True, 4, 88))
         cluster.pipeline.run(batches(number))
         cluster.pipeline.report_gradients()
 

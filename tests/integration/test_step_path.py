@@ -58,7 +58,7 @@ def test_a_step_reaches_the_engine_through_four_modules(
     monkeypatch.setattr(Pipeline, "run", noted)
     training = {"max_steps": 8, "timeline_steps": 0, "probe_longest_batch": False}
     train(alone(training=training), progress=Notes())
-    assert ways == {("trainer/coordinator.py", "cluster/recovery.py", "cluster/loaded_pipeline.py")}
+    assert ways == {("trainer/coordinator.py", "cluster/recovery.py", "cluster/cluster.py")}
     # The schedule follows what steps 1, 2, 4, ... took, in the next step.
     usual = [len(of_step) for k, of_step in enumerate(moves) if k & (k - 1)]
     assert all(200 < count <= MOST_MOVES for count in usual), usual

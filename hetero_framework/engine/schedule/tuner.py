@@ -102,11 +102,6 @@ class Tuner:
             self._choices[key] = replace(tuned, direct=direct, assumed=assumed)
         return self._choices[key]
 
-    def forecast(self, micro_batches: int, direct: frozenset[int]) -> TunedSchedule | None:
-        """The choice that `choice` gives now; None while it rests on assumed times."""
-        choice = self.choice(micro_batches, direct)
-        return None if choice.assumed else choice
-
     def observe(self, seconds: Mapping[int, StageSeconds], latency_s: Mapping[int, float]) -> None:
         """Take in the times of a step. Times of the second step replace the first, atypical times.
 

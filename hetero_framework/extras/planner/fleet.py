@@ -152,7 +152,7 @@ class _Measuring:
             for worker, question in asked.items():
                 if worker in measured:
                     continue
-                answer = cluster.loaded.remotes[worker].answer(question)
+                answer = cluster.pipeline.answer(worker, question)
                 if answer is not None:
                     note(worker, remote_measurement.answer_of(worker, answer))
                     answer.release()

@@ -105,7 +105,7 @@ class Reference:
         info = StepInfo(0, 0, False, len(batches), 1, reference=self._can_switch or None)
 
         def run() -> None:
-            cluster.loaded.begin(info)
+            cluster.begin(info)
             cluster.pipeline.run(batches)
 
         cluster.retrying(run)

@@ -45,7 +45,7 @@ class UserMetrics(ComputedMetrics):
         batch = data.eval_batches(name)[0]
 
         def run() -> None:
-            cluster.loaded.begin(StepInfo(step, 0, False, 1, 1, predicts=True))
+            cluster.begin(StepInfo(step, 0, False, 1, 1, predicts=True))
             cluster.pipeline.run([batch])
 
         cluster.retrying(run)

@@ -158,7 +158,7 @@ class Generator:
             take_token=take,
         )
         decoding = Decoding(choice.temperature, choice.top_p, choice.seed, self.how.cached)
-        cluster.loaded.begin(StepInfo(step, 0, False, texts.micro_batches, 1, decoding=decoding))
+        cluster.begin(StepInfo(step, 0, False, texts.micro_batches, 1, decoding=decoding))
         cluster.pipeline.decode(texts)
         return texts
 

@@ -85,9 +85,9 @@ class Talk:
             if any(entry.offload == "auto" for entry in config.shard_plan):
                 memory = estimate_memory(config, model, max_in_flight=1, tokens=1)
                 config = fit_offload(Resolved.start(config), memory, facts)[0].config
-            pipeline = cluster.assemble(config).pipeline
+            cluster.assemble(config)
             self._restore = partial(
-                load_initial_adapter, self._adapter, model, config.plan.stages, pipeline
+                load_initial_adapter, self._adapter, model, config.plan.stages, cluster.pipeline
             )
             cluster.recovery.outlive(lambda: cluster.retrying(self._restore))
             yield cluster

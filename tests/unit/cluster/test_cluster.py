@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hetero_framework.cluster import cluster as cluster_module
-from hetero_framework.cluster import loaded_pipeline
 from hetero_framework.cluster.cluster import Cluster
-from hetero_framework.cluster.loaded_pipeline import Boundaries, gradient_needs
+from hetero_framework.cluster.direct_links import Boundaries
+from hetero_framework.cluster.loaded_stages import gradient_needs
 from hetero_framework.cluster.membership import Event, Membership, WorkerState
 from hetero_framework.config import Config
 from hetero_framework.core import messages as m
@@ -107,9 +107,9 @@ def ready(worker: int) -> HostEvent:
 def links(monkeypatch: pytest.MonkeyPatch) -> Links:
     made = Links()
     monkeypatch.setattr(cluster_module, "WorkerLinks", lambda *args, **options: made)
-    monkeypatch.setattr(loaded_pipeline, "Pipeline", lambda *args, **options: FakePipeline())
+    monkeypatch.setattr(cluster_module, "Pipeline", lambda *args, **options: FakePipeline())
     host = SimpleNamespace(data={}, expectation=SimpleNamespace())
-    monkeypatch.setattr(loaded_pipeline, "StageHost", lambda *args, **more: host)
+    monkeypatch.setattr(cluster_module, "StageHost", lambda *args, **more: host)
     return made
 
 
@@ -182,11 +182,10 @@ def events(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 def test_workers_are_set_up_and_started_once_all_are_ready(links: Links) -> None:
     cluster = started(links)
     links.events = [ready(2), ready(1)]
-    made = cluster.assemble(config())
+    cluster.assemble(config())
     sent = [(1, "SETUP"), (2, "SETUP"), (1, "START"), (2, "START")]
     assert names(links, m.Setup, m.Start) == sent
-    assert made.trainable == [[], [("layer 1", (1,))], [("layer 2", (2,))]]
-    assert cluster.loaded is made
+    assert cluster.loaded.trainable == [[], [("layer 1", (1,))], [("layer 2", (2,))]]
 
 
 def test_f20_another_torch_version_is_reported(

@@ -13,7 +13,6 @@ from typing import Any, cast
 import pytest
 
 from hetero_framework.cluster import cluster as cluster_module
-from hetero_framework.cluster import loaded_pipeline
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.cluster.membership import Membership, WorkerState
 from hetero_framework.config import Config
@@ -181,9 +180,9 @@ def stubbed(monkeypatch: pytest.MonkeyPatch) -> list[World]:
     """The world that the next cluster's links lead to."""
     worlds: list[World] = []
     monkeypatch.setattr(cluster_module, "WorkerLinks", lambda *args, **options: worlds[-1])
-    monkeypatch.setattr(loaded_pipeline, "Pipeline", lambda *args, **more: Pipeline(worlds[-1]))
+    monkeypatch.setattr(cluster_module, "Pipeline", lambda *args, **more: Pipeline(worlds[-1]))
     nothing = SimpleNamespace(data={}, expectation=SimpleNamespace())
-    monkeypatch.setattr(loaded_pipeline, "StageHost", lambda *args, **more: nothing)
+    monkeypatch.setattr(cluster_module, "StageHost", lambda *args, **more: nothing)
     return worlds
 
 

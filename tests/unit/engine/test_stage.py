@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hetero_framework.cluster.loaded_pipeline import gradient_needs
+from hetero_framework.cluster.loaded_stages import gradient_needs
 from hetero_framework.cluster.worker import serve
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config

@@ -84,13 +84,12 @@ def test_the_first_step_is_tuned_to_the_assumed_profile() -> None:
     assert Tuner(stages).choice(8, NOWHERE) == assumed
 
 
-def test_a_step_is_forecast_once_times_are_measured() -> None:
+def test_a_choice_rests_on_assumed_times_until_a_step_is_measured() -> None:
     own = Tuner(plan("local", 1))
-    assert own.forecast(4, NOWHERE) is None
+    assert own.choice(4, NOWHERE).assumed
     own.observe(seconds(2), {})
-    found = own.forecast(4, NOWHERE)
-    assert found == own.choice(4, NOWHERE)
-    assert found.profile.forward_s == (0.02, 0.02)
+    assert not own.choice(4, NOWHERE).assumed
+    assert own.choice(4, NOWHERE).profile.forward_s == (0.02, 0.02)
 
 
 def test_choice_keeps_to_the_users_max_in_flight_and_the_memory_of_the_stages() -> None:
@@ -103,10 +102,10 @@ def test_choice_keeps_to_the_users_max_in_flight_and_the_memory_of_the_stages() 
 def test_the_times_of_the_plan_count_until_a_step_is_measured() -> None:
     planned = Profile.of([1.0, 3.0], [2.0, 6.0])
     tuned = Tuner(plan("local", 1), planned=planned)
-    assert tuned.forecast(4, NOWHERE).profile == planned
+    assert tuned.choice(4, NOWHERE).profile == planned
+    assert not tuned.choice(4, NOWHERE).assumed
     tuned.observe(seconds(2), {})
     assert tuned.profile(NOWHERE) != planned
-    assert Tuner(plan("local", 1)).forecast(4, NOWHERE) is None
 
 
 @pytest.fixture
