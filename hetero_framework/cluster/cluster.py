@@ -443,6 +443,15 @@ class Cluster:
         self.pipeline.sum_gradients()
         return losses, *self.pipeline.report_gradients()
 
+    def run(self, info: StepInfo, batches: Sequence[Tensors]) -> list[float]:
+        """Do a pass that nothing is committed of, as `retrying` does; return the losses."""
+
+        def attempt() -> list[float]:
+            self.begin(info)
+            return self.pipeline.run(batches)
+
+        return self.retrying(attempt)
+
     def begin(self, info: StepInfo, group: GradientSum | None = None) -> None:
         """Announce an attempt at a step to every stage, with the best schedule known so far; its
         number is set here. `group` gets the gradients of a step that is summed."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 
 from hetero_framework.config import Config
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.threads import wait_for
+from hetero_framework.engine.grad_clip import ModelOrder
 from hetero_framework.errors import ProtocolError, UserError
 from hetero_framework.models.files import fingerprint
 
@@ -65,6 +67,11 @@ class LoadedStages:
     def trainable(self) -> Trainable:
         """The trained parameters of each stage, with their places in the whole model."""
         return [self._trainable[spec.index] for spec in self._config.plan.stages]
+
+    @cached_property
+    def order(self) -> ModelOrder:
+        """Puts the norms of all gradients into the order of the whole model."""
+        return ModelOrder(self.trainable)
 
     @property
     def needs(self) -> list[bool]:

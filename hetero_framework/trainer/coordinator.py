@@ -31,12 +31,11 @@ from hetero_framework.core import failpoints, timeouts
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.data.batches import LazyBatches, MicroBatch, padded_count, token_count
 from hetero_framework.data.train_data import TrainData
-from hetero_framework.engine.grad_clip import ModelOrder, clip_factor
+from hetero_framework.engine.grad_clip import clip_factor
 from hetero_framework.engine.hosts import ReplicasChanged, StagesLost, StopWanted, WorkerLeaving
 from hetero_framework.engine.loading import BuildStages, load_stages
 from hetero_framework.engine.loss_scale import LossScale
 from hetero_framework.engine.optimizer import LearningRate
-from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.objectives import objective_of
@@ -44,7 +43,7 @@ from hetero_framework.security.access import Access, access_of, island_access, k
 from hetero_framework.trainer import outputs, setup, skipped_step
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore
 from hetero_framework.trainer.memory_probe import advised, probe_longest_batch
-from hetero_framework.trainer.metrics import METRICS_FILE, SPEED, metric_name, stage_lines
+from hetero_framework.trainer.metrics import METRICS_FILE, SPEED, StepReport, metric_name
 from hetero_framework.trainer.observers import (
     Due,
     EventLog,
@@ -142,26 +141,9 @@ def train(
             preprocess_logits_for_metrics, see `Given`. Data and tokenizer replace the
             configuration's and are saved in output_dir. Callbacks of imported files come last.
     """
-    if access is None:
-        with suppress(Unnamed):
-            role = decide_role(config, keys=key_directory(config).processes())
-            check_coordinator(role, "train")
-    config = with_objects(config, given)
-    config.require("model", "data")
-    objects = _objects(config, given, replan)
-    absent = list(absent_extras(config, objects))
-    config.check_metric(objective_of(config.training).evaluated, computes=COMPUTE in objects)
-    access = access or access_of(config, "local")
-    config = planned(config, access, resume=resume, fresh=fresh)
-    if config.setting("island") is not None:
-        islands = islands or island_access(config)
-    check_optimizer(config.training)
-    for check in asked("run_checks", config):
-        check(config)
     return _Call(
         config=config,
         given=given,
-        objects=objects,
         show=progress or Progress(),
         resume=resume,
         fresh=fresh,
@@ -171,7 +153,7 @@ def train(
         access=access,
         islands=islands,
         build=build,
-    ).run(absent)
+    ).run()
 
 
 @dataclass
@@ -180,31 +162,46 @@ class _Call:
 
     config: Config
     given: Given
-    objects: set[str]
     show: Progress
     resume: int | str | None
     fresh: bool
     replan: bool
     debug: bool
     workers: LocalWorkers | None
-    access: Access
+    access: Access | None
     islands: Access | None
     build: BuildStages
 
     def __post_init__(self) -> None:
-        config = self.config
+        """Check what was given, before anything is opened."""
+        if self.access is None:
+            with suppress(Unnamed):
+                role = decide_role(self.config, keys=key_directory(self.config).processes())
+                check_coordinator(role, "train")
+        config = with_objects(self.config, self.given)
+        config.require("model", "data")
+        self._objects = objects = _objects(config, self.given, self.replan)
+        self._absent = list(absent_extras(config, objects))
+        config.check_metric(objective_of(config.training).evaluated, computes=COMPUTE in objects)
+        self.access = access = self.access or access_of(config, "local")
+        self.config = config = planned(config, access, resume=self.resume, fresh=self.fresh)
+        if config.setting("island") is not None:
+            self.islands = self.islands or island_access(config)
+        check_optimizer(config.training)
+        for check in asked("run_checks", config):
+            check(config)
         self._events = log.Events(config.output_dir / log.EVENTS_FILE, "coordinator")
         self._store = CheckpointStore(config.checkpoints, config.training.save_total_limit)
         self._directories = RunDirectories(config, self._store)
-        self._stop = StopRequest()
+        self._stop = StopRequest(before_question=self.show.close)
 
-    def run(self, absent: Iterable[str]) -> RunSummary:
-        """Do the run. `absent` are lines on what is left out, as its extra is not installed."""
+    def run(self) -> RunSummary:
+        """Do the run, after a line on each thing that is left out as its extra is not installed."""
         log_of_run = _log_of_run(self.config, self.show, self._events)
         armed = failpoints.armed("coordinator")
         preprocess = control.having(PREPROCESS, self.given.get(PREPROCESS))
         with self._stop, self._directories, log_of_run, armed, preprocess:
-            for line in absent:
+            for line in self._absent:
                 _log.info("%s", line)
             try:
                 return self._prepared()
@@ -231,7 +228,7 @@ class _Call:
             kept = plan_in_force(checkpoint, config)
         prepared = setup.prepare(config, kept)
         computed = None
-        for make in asked("metrics", config, self.objects):
+        for make in asked("metrics", config, self._objects):
             computed = make(self.given, prepared)
         if checkpoint is not None:
             checkpoint = same_run(checkpoint, prepared, must=not goes_on)
@@ -267,7 +264,7 @@ class _Call:
         computed: ComputedMetrics | None,
     ) -> Coordinator:
         """Start the workers and what watches the run."""
-        config, objects = self.config, self.objects
+        config, objects = self.config, self._objects
         facts = cluster.start(prepared.config.plan.owners)
         prepared = setup.fit_devices(prepared, facts)
         prediction = None
@@ -291,17 +288,15 @@ class _Call:
         plans = Plans(prepared, facts)
         for make in asked("plans", config, objects):
             plans = make(prepared, facts, survivors=self.replan)
+        plans.planned_s = prediction.step_s if prediction is not None else None
         return Coordinator(
-            prepared,
             cluster,
             checkpoints,
             self._directories,
             observers,
-            self.show,
             self._stop,
             _replicas(prepared, cluster, checkpoints, self._stop, self.islands),
             plans,
-            prediction.step_s if prediction is not None else None,
             computed,
         )
 
@@ -311,61 +306,50 @@ class Coordinator:
 
     def __init__(
         self,
-        prepared: setup.Prepared,
         cluster: Cluster,
         checkpoints: RunCheckpoints,
         directories: RunDirectories,
         observers: Observers,
-        progress: Progress,
         stop: StopRequest,
         replicas: ReplicaGroup,
         plans: Plans,
-        planned_s: float | None = None,
         computed: ComputedMetrics | None = None,
     ) -> None:
-        """`planned_s` is the time of a step in seconds that the plan predicts, if it is known.
-        `computed` are the user's metrics, if there are any."""
-        self._prepared, self._computed = prepared, computed
-        self._planned_s = planned_s
-        self._plans = plans
+        """`plans` has the plan in force; `computed` are the user's metrics, if there are any."""
+        prepared = plans.prepared
+        self._plans, self._computed = plans, computed
         self._config = config = prepared.config
         self._data: TrainData = prepared.data
         self._cluster = cluster
         self._checkpoints = checkpoints
         self._directories = directories
-        self._observers, self._tell = observers, observers.tell
-        self._progress = progress
+        self._observers = observers
         self._stop = stop
         self._replicas = replicas
-        self._order = ModelOrder(cluster.loaded.trainable)
         self._schedule = LearningRate(config.training, self._data.total_steps)
         self._objective = objective_of(config.training)
         self._count_items = self._objective.item_counter(prepared.model_config)
-        self._count_predictions = self._objective.prediction_counter(prepared.model_config)
         self._reference: Any = None
         if self._objective.has_reference:
             labels = {owner: fact.label for owner, fact in plans.facts.items()}
             self._reference = registry.find("references", "log_probs")(prepared, labels)
-        self._state = TrainState(loss_scale=LossScale.for_training(config.training.fp16))
-        self._first_step, self._has_begun = 0, False
+        self._state = TrainState()
+        self._has_begun = False
         self._epoch = 0.0
         self._part: StepPart | None = None  # of the step under way
         self._losses: list[tuple[int, float]] = []  # steps and losses
         self._metrics: dict[str, float] = {}
         self._due = Due()
         self._result: Path | None = None
-        self._is_finished = False
         self._deaths: Counter[tuple[WorkerId, int]] = Counter()  # by worker and step
-        self._memory = _memory_by_owner(prepared)
         self._may_last_s = math.inf
 
     def run(self, checkpoint: CheckpointReader | None, continued: bool = False) -> RunSummary:
         """Do the whole run, from a checkpoint or from the beginning. `continued`: the same command
         goes on with a run that was cut short."""
-        self._is_continued = continued
         self._cluster.recovery.note_death = self._note_death
         try:
-            self.start(checkpoint)
+            self.start(checkpoint, continued)
             commands = {"checkpoint": self._save_after_step}
             with self._stop.waiting(), control.coordinating(commands):
                 return self._cluster.recovery.run(self)
@@ -389,7 +373,7 @@ class Coordinator:
             self._checkpoints.close()
             self._data.close()
 
-    def start(self, checkpoint: CheckpointReader | None) -> None:
+    def start(self, checkpoint: CheckpointReader | None, continued: bool) -> None:
         """Load a checkpoint or begin afresh, and show the placement of stages."""
         if checkpoint is not None:
             self._directories.own_checkpoints()
@@ -399,10 +383,9 @@ class Coordinator:
             self._directories.set_aside()
         self._directories.mark_unfinished()
         self._state = self._take_up(checkpoint)
-        self._first_step = self._state.step
         if checkpoint is not None:
             self._directories.tidy()
-        warn_of_a_small_disk(self._prepared, self._directories.store, self._state.step)
+        warn_of_a_small_disk(self._plans.prepared, self._directories.store, self._state.step)
         total = self._data.total_steps
         training = self._config.training
         logging_steps = {
@@ -411,7 +394,7 @@ class Coordinator:
             "epoch": self._data.steps_per_epoch,
         }[training.logging_strategy]
         is_resumed = checkpoint is not None
-        goes_on = is_resumed and self._is_continued
+        goes_on = is_resumed and continued
         measures = self._objective.shown
         if self._data.mixture is not None:
             measures = (*measures, *self._data.mixture.metric_names)
@@ -421,13 +404,13 @@ class Coordinator:
             measures=measures,
         )
         self._epoch = self._epoch_before(self._state)
-        self._tell(Observer.begin, self._state, run, self._due)
+        self._observers.tell(Observer.begin, self._state, run, self._due)
         if goes_on and self._state.step > 0:
             self._note_what_is_left()
 
     @property
     def _placed(self) -> Placement:
-        return Placement(self._prepared, self._plans.facts, self._cluster.direct)
+        return Placement(self._plans.prepared, self._plans.facts, self._cluster.direct)
 
     def _take_up(self, checkpoint: CheckpointReader | None) -> TrainState:
         """Give all stages the state that the run begins with."""
@@ -436,7 +419,7 @@ class Coordinator:
             if checkpoint is not None:
                 state = self._checkpoints.restore(checkpoint)
             else:
-                prepared, pipeline = self._prepared, self._cluster.pipeline
+                prepared, pipeline = self._plans.prepared, self._cluster.pipeline
                 about = prepared.adapter_plan, prepared.model_config, self._config.plan.stages
                 self._cluster.retrying(lambda: setup.load_initial_adapter(*about, pipeline))
                 state = TrainState(loss_scale=LossScale.for_training(self._config.training.fp16))
@@ -454,7 +437,7 @@ class Coordinator:
         reached = self._state.step
         state = self._checkpoints.rewind()
         if state is None:  # nothing is kept, so all stages begin again
-            self._cluster.assemble(self._config, self._prepared.memory_limits)
+            self._cluster.assemble(self._config, self._plans.prepared.memory_limits)
             state = self._take_up(None)
         self._replicas.went_back(state)
         self._return_to(state)
@@ -491,7 +474,7 @@ class Coordinator:
             self._due = Due()
         self._state, self._epoch = state, self._epoch_before(state)
         self._losses = [entry for entry in self._losses if entry[0] <= state.step]
-        self._tell(Observer.went_back, state)
+        self._observers.tell(Observer.went_back, state)
         log.set_step(state.step)
 
     def _take_plan_now(self, change: PlanChange) -> None:
@@ -508,19 +491,16 @@ class Coordinator:
 
         def take() -> TrainState:
             self._cluster.recovery.forget_step()
-            self._prepared, self._config = change.prepared, change.prepared.config
             self._plans.taken(change)
+            self._config = change.prepared.config
             self._checkpoints.replanned(change.prepared)
             self._cluster.assemble(change.prepared.config, change.prepared.memory_limits)
             return self._checkpoints.rewind() or self._take_up(None)
 
         state = self._cluster.recovery.outlive(take, loads=True)
-        self._planned_s = change.planned_s
         self._replicas.went_back(state)
         self._return_to(state)
-        self._order = ModelOrder(self._cluster.loaded.trainable)
-        self._memory = _memory_by_owner(change.prepared)
-        self._tell(Observer.replanned, self._placed)
+        self._observers.tell(Observer.replanned, self._placed)
         repeated = plural(reached - state.step, "step")
         fields: dict[str, Any] = {"to_step": state.step, "from_step": reached}
         changed = log.event("plan changed", reason=change.reason, plan=change.layers, **fields)
@@ -535,7 +515,7 @@ class Coordinator:
         if not self._has_begun:  # else the run went back to its beginning
             if self._computed is not None:
                 self._computed.try_out(self._cluster, self._state.step, self._evaluated)
-            model = self._prepared.model_config
+            model = self._plans.prepared.model_config
             probe_longest_batch(self._cluster, self._data, training, model, self._state)
             if self._data.eval_sets and training.eval_on_start and self._state.step == 0:
                 self.evaluate()
@@ -553,7 +533,8 @@ class Coordinator:
                 self._state = state
                 if state.position >= total:
                     break
-                self.train_step()
+                if (report := self.train_step()) is not None:
+                    self._record(report)
             except ReplicasChanged as changed:
                 _log.info("%s; the step is done again", changed, extra=changed.told)
                 self._cluster.retrying(self._cluster.pipeline.abort)
@@ -581,7 +562,7 @@ class Coordinator:
         while self._stop.requested is None:
             # A checkpoint that callbacks asked for as training began is no observer's wish.
             asked, self._due.save, self._due.is_held = self._due.save, False, False
-            self._tell(Observer.between, self._state, self._due)
+            self._observers.tell(Observer.between, self._state, self._due)
             if self._due.save and self._replicas.saves:
                 self.save()
             self._due.save = asked
@@ -613,7 +594,7 @@ class Coordinator:
             due.mark("evaluate", due_after(steps) or ends)
         if training.save_strategy == "steps":
             due.mark("save", due_after(training.save_steps) or ends)
-        if self._prepared.sampler is not None:
+        if self._plans.prepared.sampler is not None:
             due.mark(
                 "sample",
                 due_after(self._config.setting("training.sample_steps")) or state.position >= total,
@@ -648,7 +629,7 @@ class Coordinator:
                 due.mark("save", self._config.training.save_strategy == "epoch")
                 due.is_epoch_told = True
                 if "epoch" not in due.done:
-                    self._tell(Observer.epoch_end, self._state, due)
+                    self._observers.tell(Observer.epoch_end, self._state, due)
             self._do_marked()
         if due.stop_epoch:
             self._leave_epoch()
@@ -663,7 +644,7 @@ class Coordinator:
         due = self._due
         if due.log:
             due.log = False
-            self._tell(Observer.log, self._state, due)
+            self._observers.tell(Observer.log, self._state, due)
         if due.evaluate and self._data.eval_sets:
             self.evaluate()
         else:
@@ -689,30 +670,29 @@ class Coordinator:
         """The epoch that the Trainer logs for the last step that `state` has done."""
         return self._data.epoch_of(state.position - 1) if state.step else 0.0
 
-    def train_step(self) -> None:
+    def train_step(self) -> StepReport | None:
         """Do one step: all micro-batches through all stages, one decision, one commit."""
-        started, traffic = time.perf_counter(), self._cluster.traffic()
-        state = self._state
+        state, started, traffic = self._state, time.perf_counter(), self._cluster.traffic()
         log.set_step(state.step + 1)
         due = Due()
-        self._tell(Observer.step_begin, state, due)
+        self._observers.tell(Observer.step_begin, state, due)
         part = self._part = self._replicas.part(state, self._data, self._count_items)
         batches = part.batches
         tokens = sum(map(token_count, batches))
         losses, reports, stages = self._computed_part(part)
         if (count := self._count_of_substeps(due, len(batches))) < len(batches):
             self._give_up(due, batches[:count], losses[:count])
-            return
+            return None  # a callback ends it between two micro-batches
         measured = self._measured(self._data.order.gathered(part.number))
         everywhere = self._replicas.losses(losses)
         loss = _total(everywhere)
-        norm = self._order.global_norm(reports)
+        norm = self._cluster.loaded.order.global_norm(reports)
         rate = self._schedule.rate(state.committed_steps)
 
         # The decision. After a commit the step counts, whatever breaks from here on.
         outcome = skipped_step.judged(state, everywhere, loss, norm, self._config)
         outcome, norm = self._replicas.decide(outcome, norm)
-        self._tell(Observer.before_commit, state, due)
+        self._observers.tell(Observer.before_commit, state, due)
         if commits := outcome.commits:
             factor = clip_factor(norm, self._config.training.max_grad_norm)
             self._cluster.pipeline.commit(rate, factor, self._cluster.recovery.recover)
@@ -725,35 +705,42 @@ class Coordinator:
         self._state = self._replicas.after_step(state, self._state)
         self._epoch = self._data.epoch_of(state.position)
         self._due = due
-        self._tell(Observer.after_commit, self._state, outcome, due)
+        self._observers.tell(Observer.after_commit, self._state, outcome, due)
         self._note_what_is_due(state)
+        return StepReport(
+            step=self._state.step,
+            epoch=self._epoch,
+            loss=loss,
+            grad_norm=float(norm),
+            learning_rate=rate,
+            outcome=outcome,
+            seconds=time.perf_counter() - started,
+            batches=batches,
+            stages=stages,
+            traffic=(traffic, self._cluster.traffic()),
+            measured={**measured, **self._tokens(), **self._replicas.metrics()},
+        )
 
-        self._losses.append((self._state.step, loss))
-        seconds = time.perf_counter() - started
-        if batches:
-            seen = self._cluster.observe(len(batches), stages)
+    def _record(self, report: StepReport) -> None:
+        """Tell the observers of a step, tune the next steps to it, and keep its state if due."""
+        self._losses.append((report.step, report.loss))
+        if report.batches:
+            seen = self._cluster.observe(len(report.batches), report.stages)
             self._plans.after_step(seen)
         self._keep_spans()
-        line: dict[str, Any] = {
-            "step": self._state.step,
-            "epoch": self._epoch,
-            "loss": loss,
-            "grad_norm": float(norm),
-            "learning_rate": rate,
-            **self._work_done(batches, seconds, stages),
-            **({} if commits else {"skipped": outcome.skip, "reason": outcome.reason}),
-            **measured,
-            **self._tokens(),
-            **self._replicas.metrics(),
-        }
-        specs, moved = self._config.plan.stages, (traffic, self._cluster.traffic())
-        line["stages"] = stage_lines(specs, stages, *moved, self._memory)
+        forecast = self._cluster.forecast
+        line = report.line(
+            self._config.plan.stages,
+            self._plans.memory,
+            planned_s=self._plans.planned_s,
+            predicted_s=forecast.forecast.seconds if forecast else None,
+        )
         self._metrics |= _numbers(line)
-        self._tell(Observer.step_end, self._state, line, due)
-        if due.stop_epoch:
+        self._observers.tell(Observer.step_end, self._state, line, self._due)
+        if self._due.stop_epoch:
             self._leave_epoch()
         self._state = self._with_due()
-        self._checkpoints.after_step(self._state, seconds)
+        self._checkpoints.after_step(self._state, report.seconds)
 
     def _computed_part(self, part: StepPart) -> Gradients:
         """Send this replica's part of a step through all stages; no weight changes yet."""
@@ -779,22 +766,6 @@ class Coordinator:
                 what = f"step {state.step + 1}, whose largest micro-batch has"
                 raise advised(error, largest, self._config.training, what) from error
 
-    def _work_done(
-        self, batches: Sequence[MicroBatch], seconds: float, stages: Mapping[int, StageStatistics]
-    ) -> dict[str, Any]:
-        """The entries of a step's line on its tokens and times."""
-        tokens, forecast = sum(map(token_count, batches)), self._cluster.forecast
-        return {
-            "tokens": tokens,
-            "padded_tokens": sum(map(padded_count, batches)),
-            "tokens_per_second": tokens / seconds,
-            "step_seconds": seconds,
-            "micro_batches": len(batches),
-            "pipeline_s": max(stage.step_s for stage in stages.values()),
-            "planned_s": self._planned_s,
-            "predicted_s": forecast.forecast.seconds if forecast else None,
-        }
-
     def _with_due(self) -> TrainState:
         """The state, with what is due after its step."""
         marks = _MARKS if self._state.position >= self._data.total_steps else (*_MARKS, "stop")
@@ -804,7 +775,7 @@ class Coordinator:
         """How many micro-batches of a step count: fewer than `count` if a callback ends the
         training or the epoch between two of them. Callbacks are asked once all are computed."""
         for number in range(1, count):
-            self._tell(Observer.substep_end, self._state, due)
+            self._observers.tell(Observer.substep_end, self._state, due)
             if (due.stop or due.stop_epoch) and self._replicas.is_alone:
                 return number
         return count
@@ -815,7 +786,7 @@ class Coordinator:
         self._due, due.is_open, due.is_given_up = due, True, True
         line = {"step": self._state.step + 1, "loss": math.fsum(losses)}
         line["padded_tokens"] = sum(map(padded_count, batches))
-        self._tell(Observer.given_up, {**line, "tokens": sum(map(token_count, batches))})
+        self._observers.tell(Observer.given_up, {**line, "tokens": sum(map(token_count, batches))})
 
     def evaluate(self) -> None:
         """Compute losses over each evaluation set, through the same pipeline. Training's random
@@ -835,7 +806,7 @@ class Coordinator:
             self._stop_early()
         self._metrics |= _numbers(line)
         self._due.was_evaluate, self._due.evaluate = self._due.evaluate, False
-        self._tell(Observer.evaluated, self._state, line, self._due)
+        self._observers.tell(Observer.evaluated, self._state, line, self._due)
 
     def _evaluated(self, name: str) -> dict[str, float]:
         """The metrics of an evaluation set.
@@ -847,6 +818,7 @@ class Coordinator:
         computed, labels = self._computed, dict[int, Tensor]()
         batches: Sequence[MicroBatch] = self._data.eval_batches(name)
         items = [0] * len(batches)
+        count_predictions = self._objective.prediction_counter(self._plans.prepared.model_config)
         started = time.perf_counter()
         count, size = len(self._data.eval_sets[name]), training.per_device_eval_batch_size
         samples = [range(first, min(first + size, count)) for first in range(0, count, size)]
@@ -855,27 +827,23 @@ class Coordinator:
 
         def batch(index: int) -> MicroBatch:
             made = batches[index]
-            items[index] = self._count_predictions([made])
+            items[index] = count_predictions([made])
             if computed is not None:
                 labels[index] = made[self._objective.label_name]
             return made
 
-        def losses() -> list[float]:
-            info = StepInfo(
-                step=self._state.step,
-                attempt=0,
-                train=False,
-                micro_batches=len(batches),
-                num_items=1,
-                predicts=None if computed is None else True,
-            )
-            self._cluster.begin(info)
-            return self._cluster.pipeline.run(LazyBatches(len(batches), batch))
-
+        info = StepInfo(
+            step=self._state.step,
+            attempt=0,
+            train=False,
+            micro_batches=len(batches),
+            num_items=1,
+            predicts=None if computed is None else True,
+        )
         with self._ending_within(0.0):
-            sums = self._cluster.retrying(losses)
+            sums = self._cluster.run(info, LazyBatches(len(batches), batch))
         for _ in sums:
-            self._tell(Observer.predicted, self._state, self._due)
+            self._observers.tell(Observer.predicted, self._state, self._due)
         metrics = {
             **self._losses_of_set(sums, items, [*map(len, samples)]),
             "samples": count,
@@ -912,7 +880,7 @@ class Coordinator:
     def sample(self) -> None:
         """Have the model continue the sample_prompts, through the same pipeline. A request to stop
         ends the sampling without a result."""
-        sampler = self._prepared.sampler
+        sampler = self._plans.prepared.sampler
         assert sampler is not None
         try:
             with self._ending_within(0.0):
@@ -920,7 +888,7 @@ class Coordinator:
         except _Interrupted:
             self._cluster.retrying(self._cluster.pipeline.abort)
             self._stop_early()
-        self._tell(Observer.sampled, self._state, samples)
+        self._observers.tell(Observer.sampled, self._state, samples)
 
     def _measured(self, most: int | None = None) -> dict[str, float]:
         """Metrics of the micro-batches computed last: the objective's, and losses by data source.
@@ -945,7 +913,7 @@ class Coordinator:
             raise errors.ResourceError(error.message, hint=self._rescued(error))
         self._due.save = False
         if self._checkpoints.has(self._state):
-            self._tell(Observer.saved, self._state, self._due)
+            self._observers.tell(Observer.saved, self._state, self._due)
 
     def finish(self, lost: errors.PeerLostError | None = None) -> RunSummary:
         """Gather and write the result, and show the paths of all files. With a worker `lost` after
@@ -953,23 +921,22 @@ class Coordinator:
         self._cluster.pipeline.check = self._heed_stop
         self._due.is_saver = self._replicas.saves
         self._replicas.close("its training is done")
-        self._tell(Observer.trained, self._state, self._due)
+        self._observers.tell(Observer.trained, self._state, self._due)
         if lost is None:
             self._save_at_the_end()
         self._result = result = self._make_result(lost)
         self._checkpoints.finished()
         self._directories.mark_finished()
-        self._is_finished = True
         self._keep_spans()
-        self._tell(Observer.exported, self._state)
+        self._observers.tell(Observer.exported, self._state)
         output = self._config.output_dir
         found = {result.name: result, "metrics": output / METRICS_FILE}
         found["checkpoints"] = self._config.checkpoints
         files = {label: path for label, path in found.items() if path.exists()}
-        told = {**outputs.what_next(self._prepared, files), **self._observers.leave()}
+        told = {**outputs.what_next(self._plans.prepared, files), **self._observers.leave()}
         files |= {label: path for label, path in told.items() if isinstance(path, Path)}
         shown: dict[str, str | Path] = {**files, **told}
-        self._tell(Observer.finished, self._state, shown)
+        self._observers.tell(Observer.finished, self._state, shown)
         losses = tuple(loss for _, loss in self._losses)
         store = self._directories.store
         best = store.root / f"step_{store.best_step}" if store.has(store.best_step) else None
@@ -983,7 +950,7 @@ class Coordinator:
         if is_due and self._due.is_saver and not self._checkpoints.has(self._state):
             self._checkpoints.save(self._state)
             if self._checkpoints.has(self._state):
-                self._tell(Observer.saved, self._state, self._due)
+                self._observers.tell(Observer.saved, self._state, self._due)
 
     def _make_result(self, lost: errors.PeerLostError | None = None) -> Path:
         """Write the result and return its directory. It has the best checkpoint's state if that is
@@ -1003,8 +970,8 @@ class Coordinator:
         except errors.PeerLostError as error:
             self._checkpoints.keep_newest()
             for name in registry.installed("rescues"):
-                rescue = registry.find("rescues", name)
-                made: Path = rescue(self._prepared, self._checkpoints, self._state, error, best)
+                rescue, prepared = registry.find("rescues", name), self._plans.prepared
+                made: Path = rescue(prepared, self._checkpoints, self._state, error, best)
                 return made
             raise
         with suppress(errors.PeerLostError):  # the result is complete
@@ -1014,23 +981,21 @@ class Coordinator:
     def _rescued(self, error: errors.HeteroError) -> str:
         """Keep the state in spite of an error and, after the last step, make the result from it.
         Returns the hint of the error, and where to find what was kept."""
-        if self._is_finished:
+        if self._result is not None:
             return ". ".join(filter(None, [error.hint, f"the result is complete: {self._result}"]))
         self._cluster.retrying(self._cluster.pipeline.abort)
         self._checkpoints.keep(self._state)
         advice = self._checkpoints.advice(error)
-        if self._result is None and (
-            self._due.stop or self._state.position >= self._data.total_steps
-        ):
-            self._result = self._make_result()
-        return advice if self._result is None else f"the result is in {self._result}. {advice}"
+        if self._due.stop or self._state.position >= self._data.total_steps:
+            return f"the result is in {self._make_result()}. {advice}"
+        return advice
 
     def _export(self) -> Path:
         """Write the result. If that fails, a checkpoint keeps the work. While neither can be
         written, both are tried again, since the work exists in memory only."""
         for pause_s in (*_EXPORT_PAUSES_S, None):
             try:
-                write = partial(outputs.export, self._prepared, self._cluster.pipeline)
+                write = partial(outputs.export, self._plans.prepared, self._cluster.pipeline)
                 return self._cluster.retrying(write)
             except (OSError, errors.UserError, errors.ResourceError) as error:
                 known = errors.as_hetero_error(error)
@@ -1048,7 +1013,7 @@ class Coordinator:
         taken = self._cluster.pipeline.take_spans()
         offsets = self._cluster.clock_offsets() if len(taken) > 1 else {}
         for owner, spans in taken.items():
-            self._tell(Observer.spans, owner, spans, offsets.get(owner, 0.0))
+            self._observers.tell(Observer.spans, owner, spans, offsets.get(owner, 0.0))
 
     def _note_skip(
         self,
@@ -1102,10 +1067,9 @@ class Coordinator:
         where = f"stopped by {self._stop.requested} after step {self._state.step}"
         if self._due.is_open and not self._due.is_given_up:
             self._state = self._with_due()
-        if self._state.step > 0 and not self._checkpoints.has(self._state):
-            self._progress.close()
-            if self._stop.wants_checkpoint(f"{where}. Save a checkpoint?"):
-                self._checkpoints.keep(self._state)
+        is_open = self._state.step > 0 and not self._checkpoints.has(self._state)
+        if is_open and self._stop.wants_checkpoint(f"{where}. Save a checkpoint?"):
+            self._checkpoints.keep(self._state)
         raise errors.StoppedEarly(where, hint=self._checkpoints.advice())
 
 
@@ -1132,14 +1096,6 @@ def _replicas(
     for make in asked("replicas", prepared.config):
         group = make(prepared, cluster, checkpoints, stop, access)
     return group
-
-
-def _memory_by_owner(prepared: setup.Prepared) -> Counter[WorkerId]:
-    """Estimated bytes of memory by process."""
-    totals: Counter[WorkerId] = Counter()
-    for memory in prepared.memory:
-        totals[memory.stage.owner] += memory.total
-    return totals
 
 
 @contextmanager

@@ -39,15 +39,9 @@ def probe_longest_batch(
     step, batch = largest
     # Stand-ins for the reference model's values, which may not have been computed yet.
     batch = {**objective_of(training).probe_inputs(model, batch), **batch}
-
-    def run() -> None:
-        scale = state.loss_scale.value
-        tokens = padded_count(batch)
-        cluster.begin(StepInfo(state.step, 0, True, 1, tokens, scale))
-        cluster.pipeline.run([batch])
-
+    info = StepInfo(state.step, 0, True, 1, padded_count(batch), state.loss_scale.value)
     try:
-        cluster.retrying(run)
+        cluster.run(info, [batch])
     except OutOfMemory as error:
         raise advised(error, batch, training, "the longest micro-batch of the run,") from error
     cluster.retrying(cluster.pipeline.abort)

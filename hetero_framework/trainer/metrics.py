@@ -19,16 +19,19 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hetero_framework.config import StageSpec
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.files import write_file
+from hetero_framework.data import MicroBatch, padded_count, token_count
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.errors import DataError, ResourceError, UserError
 from hetero_framework.file_trust import not_through_links
+from hetero_framework.trainer.step_outcome import StepOutcome
 
 METRICS_FILE = "metrics.jsonl"
 Traffic = tuple[int, int, float, int]  # bytes in, bytes out, seconds of writing, direct bytes
@@ -108,6 +111,55 @@ class StepLines:
         self._bytes += len(data)
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """A step that is done, in `seconds`. `stages` are the times of each stage, `traffic` is each
+    worker's before and after the step, and `measured` are more entries for the step's line."""
+
+    step: int
+    epoch: float
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    outcome: StepOutcome
+    seconds: float
+    batches: Sequence[MicroBatch]
+    stages: Mapping[int, StageStatistics]
+    traffic: tuple[Mapping[WorkerId, Traffic], Mapping[WorkerId, Traffic]]
+    measured: Mapping[str, Any]
+
+    def line(
+        self,
+        stages: Iterable[StageSpec],
+        memory_bytes: Mapping[WorkerId, int],
+        *,
+        planned_s: float | None,
+        predicted_s: float | None,
+    ) -> dict[str, Any]:
+        """The step's line of metrics.jsonl. `memory_bytes` is the prediction by process;
+        `planned_s` and `predicted_s` are the step's time by the plan and by the schedule."""
+        tokens = sum(map(token_count, self.batches))
+        skipped = {"skipped": self.outcome.skip, "reason": self.outcome.reason}
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "learning_rate": self.learning_rate,
+            "tokens": tokens,
+            "padded_tokens": sum(map(padded_count, self.batches)),
+            "tokens_per_second": tokens / self.seconds,
+            "step_seconds": self.seconds,
+            "micro_batches": len(self.batches),
+            "pipeline_s": max(stage.step_s for stage in self.stages.values()),
+            "planned_s": planned_s,
+            "predicted_s": predicted_s,
+            **({} if self.outcome.commits else skipped),
+            **self.measured,
+            "stages": _stage_lines(stages, self.stages, *self.traffic, memory_bytes),
+        }
+
+
 SPEED = ("runtime", "samples_per_second", "steps_per_second")
 """Numbers that the Trainer logs with the metrics of an evaluation."""
 
@@ -134,15 +186,14 @@ def by_set(line: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def stage_lines(
+def _stage_lines(
     stages: Iterable[StageSpec],
     statistics: Mapping[int, StageStatistics],
     before: Mapping[str | int, Traffic],
     after: Mapping[str | int, Traffic],
     memory_bytes: Mapping[WorkerId, int],
 ) -> list[dict[str, Any]]:
-    """The figures of each stage in one step, for the step's line. `before` and `after` are each
-    worker's traffic when the step began and ended; `memory_bytes` is the prediction by process."""
+    """The figures of each stage in one step."""
     lines, nothing, seen = [], (0, 0, 0.0, 0), set()
     for spec in stages:
         figures = statistics[spec.index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -49,7 +50,11 @@ class Plans:
 
     def __init__(self, prepared: Prepared, facts: Mapping[WorkerId, MachineFacts]) -> None:
         """`prepared` has the plan in force, and `facts` describe its processes."""
-        self._prepared, self.facts = prepared, dict(facts)
+        self.prepared, self.facts = prepared, dict(facts)
+        self.planned_s: float | None = None
+        """Expected seconds of a step under the plan in force, if they are known."""
+        self.memory = _memory_by_owner(prepared)
+        """Estimated bytes of memory by process."""
 
     def after_step(self, seen: Profile) -> None:
         """Note that a step was done, with these times of stages and edges."""
@@ -64,4 +69,12 @@ class Plans:
 
     def taken(self, change: PlanChange) -> None:
         """Note that this plan is in force."""
-        self._prepared = change.prepared
+        self.prepared, self.planned_s = change.prepared, change.planned_s
+        self.memory = _memory_by_owner(change.prepared)
+
+
+def _memory_by_owner(prepared: Prepared) -> Counter[WorkerId]:
+    totals: Counter[WorkerId] = Counter()
+    for memory in prepared.memory:
+        totals[memory.stage.owner] += memory.total
+    return totals

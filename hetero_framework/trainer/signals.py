@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -48,10 +48,13 @@ def hearing(words: Sequence[str], *, ends: bool = False) -> Iterator[StopRequest
 
 class StopRequest:
     """Context manager that turns the signals into KeyboardInterrupt or, while `waiting`, into the
-    name of the signal in `requested`."""
+    name of the signal in `requested`. `before_question` is called before the user is asked."""
 
-    def __init__(self, *, ends: bool = False) -> None:
+    def __init__(
+        self, *, ends: bool = False, before_question: Callable[[], None] = lambda: None
+    ) -> None:
         self._ends = ends
+        self._before_question = before_question
         self.requested: str | None = None
         self._since = 0.0
         self._waiting = False
@@ -105,6 +108,7 @@ class StopRequest:
         yes. At the question a second Ctrl-C means no, and any other signal means yes."""
         if self.requested != "SIGINT" or not _is_interactive():
             return True
+        self._before_question()
         self._asking = True
         try:
             return input(f"{question} [Y/n] ").strip().lower() not in ("n", "no")

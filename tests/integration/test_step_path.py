@@ -12,6 +12,7 @@ import pytest
 import hetero_framework
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.trainer.coordinator import Coordinator, train
+from hetero_framework.trainer.metrics import StepReport
 from tests.alone import Alone
 from tests.pools import Notes
 
@@ -34,7 +35,7 @@ def test_a_step_reaches_the_engine_through_four_modules(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ways: set[tuple[str, ...]] = set()
-    step, run = Coordinator.train_step, Pipeline.run
+    step, record, run = Coordinator.train_step, Coordinator._record, Pipeline.run
     moves: list[list[str]] = []
 
     def watched(frame: FrameType, event: str, argument: Any) -> None:
@@ -42,11 +43,18 @@ def test_a_step_reaches_the_engine_through_four_modules(
         if event == "call" and file.startswith(ROOT) and moves[-1][-1:] != [file]:
             moves[-1].append(file)
 
-    def counted(self: Coordinator) -> None:
+    def counted(self: Coordinator) -> StepReport | None:
         moves.append([])
         sys.setprofile(watched)
         try:
-            step(self)
+            return step(self)
+        finally:
+            sys.setprofile(None)
+
+    def counted_on(self: Coordinator, report: StepReport) -> None:
+        sys.setprofile(watched)
+        try:
+            record(self, report)
         finally:
             sys.setprofile(None)
 
@@ -55,6 +63,7 @@ def test_a_step_reaches_the_engine_through_four_modules(
         return run(self, batches)
 
     monkeypatch.setattr(Coordinator, "train_step", counted)
+    monkeypatch.setattr(Coordinator, "_record", counted_on)
     monkeypatch.setattr(Pipeline, "run", noted)
     training = {"max_steps": 8, "timeline_steps": 0, "probe_longest_batch": False}
     train(alone(training=training), progress=Notes())

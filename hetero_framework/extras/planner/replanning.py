@@ -69,7 +69,7 @@ class Replanning(Plans):
 
     def after_step(self, seen: Profile) -> None:
         self._last.append(seen)
-        self._observed.note(self._prepared.config.plan.stages, median(self._last))
+        self._observed.note(self.prepared.config.plan.stages, median(self._last))
 
     def changes(self, cluster: Cluster) -> Iterator[PlanChange]:
         for worker, fact in cluster.returned().items():
@@ -108,7 +108,8 @@ class Replanning(Plans):
 
     def taken(self, change: PlanChange) -> None:
         assert isinstance(change, ChosenPlan)
-        self._prepared, self.lacking = change.prepared, set(change.away)
+        super().taken(change)
+        self.lacking = set(change.away)
         if not self.lacking:
             self._home = plan_entries(change.prepared.config)
         self._last.clear()
@@ -118,18 +119,18 @@ class Replanning(Plans):
     @cached_property
     def _streaming(self) -> set[WorkerId]:
         """Processes that may stream layers: those that do so in the user's plan."""
-        return {entry.id for entry in self._prepared.resolved.given.shard_plan if entry.offload}
+        return {entry.id for entry in self.prepared.resolved.given.shard_plan if entry.offload}
 
     @cached_property
     def _known_rates(self) -> dict[str, float]:
         """Measured rates of copies from host memory, by process of the user's plan."""
-        return host_rates(self._prepared.resolved.given)
+        return host_rates(self.prepared.resolved.given)
 
     @cached_property
     def _part_bytes(self) -> dict[WorkerId, PartBytes]:
         """The bytes of the parts on each process. Made when needed: it takes seconds for large
         models."""
-        given, prepared = self._prepared.resolved.given, self._prepared
+        given, prepared = self.prepared.resolved.given, self.prepared
         memory = given.per_quantization(self.facts, lambda owner: _memory(prepared, owner))
         return {
             owner: bytes_of_parts(memory[owner], one_memory=fact.host_free is None)
@@ -139,7 +140,7 @@ class Replanning(Plans):
     def _change(
         self, entries: setup.Entries, reason: str, away: tuple[WorkerId, ...]
     ) -> ChosenPlan:
-        prepared = setup.replanned(self._prepared, entries, self.facts, reason)
+        prepared = setup.replanned(self.prepared, entries, self.facts, reason)
         return ChosenPlan(prepared, reason, self._step_s(prepared.config.plan.stages, away), away)
 
     def _step_s(self, stages: Stages, away: Collection[WorkerId]) -> float | None:
@@ -150,7 +151,7 @@ class Replanning(Plans):
         return schedule.forecast.seconds if schedule is not None else None
 
     def _fleet(self, away: Collection[WorkerId]) -> FleetProfile:
-        config = self._prepared.config
+        config = self.prepared.config
         free = free_bytes(config, {k: fact for k, fact in self.facts.items() if k not in away})
         return self._observed.fleet(
             free,
@@ -162,7 +163,7 @@ class Replanning(Plans):
     def _holdable(self, owner: WorkerId, free: float) -> PartBytes:
         """The needs of the parts on a process. Parts that are held elsewhere in another precision
         keep it, so here they need more than is free."""
-        config, parts = self._prepared.config, self._part_bytes[owner]
+        config, parts = self.prepared.config, self._part_bytes[owner]
         streams, free_there = owner in self._streaming, self.facts[owner].host_free
         if free_there and (streams or config.training.offload_optimizer):
             name = machine_of(config, config.machine(owner))
@@ -182,13 +183,13 @@ class Replanning(Plans):
 
     def _searched(self, away: Collection[WorkerId]) -> list[dict[str, Any]]:
         """The entries of the planner's plan for the processes that are not away."""
-        owners = [entry.id for entry in self._prepared.resolved.given.shard_plan]
+        owners = [entry.id for entry in self.prepared.resolved.given.shard_plan]
         chunks = {CHUNKS} if len(set(owners)) < len(owners) else set()
         fleet = self._fleet(away)
         try:
             result = planner.plan(fleet, allow=chunks)
         except PlanError as error:
-            if not isinstance(kinds := self._prepared.config.kinds, dict):
+            if not isinstance(kinds := self.prepared.config.kinds, dict):
                 raise
             kept = f"layers keep their precision ({json.dumps(kinds)}), which differs by machine"
             raise PlanError(f"{error.message}; {kept}", hint=error.hint) from error
@@ -197,7 +198,7 @@ class Replanning(Plans):
     def _with_settings(self, entries: setup.Entries) -> list[dict[str, Any]]:
         """The layers of `entries` with the user's settings of each process. The run's setting
         decides on direct links. A process that may stream layers streams as few as it has to."""
-        given = {entry.id: entry for entry in self._prepared.resolved.given.shard_plan}
+        given = {entry.id: entry for entry in self.prepared.resolved.given.shard_plan}
         kept = ("gradient_checkpointing", "offload_optimizer")
         return [
             {

@@ -103,12 +103,7 @@ class Reference:
         """The reference's numbers of each micro-batch, [P, rows of each], for its `samples` of the
         set `name`. Raises ProtocolError for other shapes, NumericError for numbers not finite."""
         info = StepInfo(0, 0, False, len(batches), 1, reference=self._can_switch or None)
-
-        def run() -> None:
-            cluster.begin(info)
-            cluster.pipeline.run(batches)
-
-        cluster.retrying(run)
+        cluster.run(info, batches)
         with cluster.pipeline.judging_outcomes():
             asked = zip(cluster.pipeline.outcomes, samples, strict=True)
             return [self._read(outcome.named, [*map(int, ids)], name) for outcome, ids in asked]

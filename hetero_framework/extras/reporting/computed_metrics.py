@@ -43,12 +43,7 @@ class UserMetrics(ComputedMetrics):
             return
         name = next(iter(sets))
         batch = data.eval_batches(name)[0]
-
-        def run() -> None:
-            cluster.begin(StepInfo(step, 0, False, 1, 1, predicts=True))
-            cluster.pipeline.run([batch])
-
-        cluster.retrying(run)
+        cluster.run(StepInfo(step, 0, False, 1, 1, predicts=True), [batch])
         outcomes = cluster.pipeline.outcomes
         about = [batch[objective.label_name]], metric_name(name, ""), SPEED
         try:

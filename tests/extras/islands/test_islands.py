@@ -214,9 +214,9 @@ def test_a_step_that_is_not_finite_on_one_island_is_told_with_its_own_samples(
     train_step, outcome, here = Coordinator.train_step, Stage._outcome, threading.local()
     told: dict[str, Any] = {}
 
-    def step(run: Coordinator) -> None:
+    def step(run: Coordinator) -> Any:
         here.name = run._config.output_dir.name
-        train_step(run)
+        return train_step(run)
 
     def infinite(stage: Stage, micro_batch: int, *args: Any) -> Any:
         value, at = outcome(stage, micro_batch, *args), (stage._info.step, micro_batch)

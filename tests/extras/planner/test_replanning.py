@@ -76,13 +76,13 @@ def test_absent_workers_get_no_layers_until_they_return(make: Make) -> None:
     assert run.lacking == {2}
     back = run.with_back([2], [])
     run.taken(back)
-    assert [stage.owner for stage in run._prepared.config.plan.stages] == ["local", 1, 2]
+    assert [stage.owner for stage in run.prepared.config.plan.stages] == ["local", 1, 2]
     assert run.lacking == set()
 
 
 def test_layers_move_between_machines_of_one_precision_only(make: Make) -> None:
     run = make(all="nf4", worker_2="none")
-    kinds = run._prepared.config.kinds
+    kinds = run.prepared.config.kinds
     assert kinds == {"nf4": "embedding + layers 0-3", "none": "layers 4-5 + head"}
     others = run.without([1])
     assert others.prepared.config.kinds == kinds
@@ -91,7 +91,7 @@ def test_layers_move_between_machines_of_one_precision_only(make: Make) -> None:
         run.without([2])
     entries = [{"id": "local", "start": 0, "end": 3}, {"id": 2, "start": 3, "end": 6}]
     with pytest.raises(PlanError, match="layers would be held in another precision"):
-        setup.replanned(run._prepared, entries, run.facts, "a test")
+        setup.replanned(run.prepared, entries, run.facts, "a test")
 
 
 def test_a_device_without_4_bits_is_refused_before_anything_is_loaded(make: Make) -> None:
@@ -124,7 +124,7 @@ def test_streamed_layers_come_at_the_measured_rate(make: Make) -> None:
     settings = {1: {"offload": "auto"}, 2: {"offload": "auto"}}
     for rates, found in (({}, (12e9, 12e9)), ({"1": 20e9, "2": 2e9}, (20e9, 2e9))):
         run = make(facts=dict(facts), plan=settings)
-        folder = run._prepared.resolved.given.output_dir
+        folder = run.prepared.resolved.given.output_dir
         folder.mkdir(parents=True, exist_ok=True)
         (folder / PLAN_FILE).write_text(json.dumps({"host_rates": rates}))
         devices = run._fleet(()).devices

@@ -143,9 +143,7 @@ def test_numbers_that_cannot_be_are_refused_with_their_rows(
         judging_outcomes=nullcontext,
         run=lambda batches: None,
     )
-    cluster = SimpleNamespace(
-        pipeline=pipeline, begin=lambda info: None, retrying=lambda run: run()
-    )
+    cluster = SimpleNamespace(pipeline=pipeline, run=lambda info, batches: None)
     numbers = [np.array([0, 5]), np.array([3, 8])]
     with pytest.raises(error, match=rf"these examples of eval b, counted from 0: {rows}(\n|$)"):
         reference._pass(cast(Any, cluster), [{}, {}], numbers, "eval b")

@@ -141,7 +141,7 @@ class Run(Coordinator):
         self._cluster, self._world, self._config = cluster, world, config
         self._state = TrainState()
         self._stop = SimpleNamespace(waiting=nullcontext, requested=None)  # type: ignore[assignment]
-        self._plans = Plans(cast(Any, None), {})
+        self._plans = Plans(cast(Any, SimpleNamespace(memory=[], memory_limits=None)), {})
         self._replicas = SimpleNamespace(went_back=lambda state: None, close=lambda why: None)  # type: ignore[assignment]
         held = TrainState()
         look = lambda: cluster.retrying(lambda: world.receive(0))  # noqa: E731
@@ -155,7 +155,7 @@ class Run(Coordinator):
         self._data = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
         self.deaths = 0
 
-    def start(self, checkpoint: Any) -> None: ...
+    def start(self, checkpoint: Any, continued: bool) -> None: ...
     def _note_death(self, lost: StagesLost) -> None:
         self.deaths += 1
         assert self.deaths < 6, "it goes round in circles"

@@ -275,9 +275,10 @@ def test_a_stop_with_a_full_disk_saves_elsewhere_and_the_advice_works(
 ) -> None:
     real = Coordinator.train_step
 
-    def step(self: Coordinator) -> None:
-        real(self)
+    def step(self: Coordinator) -> metrics.StepReport | None:
+        report = real(self)
         os.kill(os.getpid(), signal.SIGTERM)
+        return report
 
     monkeypatch.setattr(Coordinator, "train_step", step)
     config = alone()
