@@ -123,7 +123,24 @@ class _CoordinatorSink:
 
 
 class Cluster:
-    """The processes of one run; a context manager that ends them. `start`, then `assemble`."""
+    """The processes of one run; a context manager that ends them. `start`, then `assemble`.
+
+    `members` knows which workers are present. `fingerprint` is that of the model's weights, as last
+    loaded. `forecast` predicts the step that began last; None while no times are known.
+
+    Args:
+        max_boundary_bytes: Limit of a boundary's tensors; None: the limit of any frame.
+        build: Builds the stages of this process.
+        run_id: A run's lasting id; None: a new one.
+        session: What the workers are wanted for.
+        workers: The workers of this machine, if they have been started before.
+        access: Who may connect; None: by the keys beside the configuration.
+        should_stop: Ends the wait for a lost worker.
+        absence_s: Seconds after which an absent worker is given up; None: as configured.
+        id_layers: Layers of the model that read token ids.
+        statistics: Names of what training changes besides the weights.
+        show_away: See `WorkerLinks`.
+    """
 
     def __init__(
         self,
@@ -143,24 +160,7 @@ class Cluster:
         statistics: Sequence[str] = (),
         show_away: ShowAway = lambda worker, away: None,
     ) -> None:
-        """
-        Args:
-            max_boundary_bytes: Limit of a boundary's tensors; None: the limit of any frame.
-            build: Builds the stages of this process.
-            run_id: A run's lasting id; None: a new one.
-            session: What the workers are wanted for.
-            workers: The workers of this machine, if they have been started before.
-            access: Who may connect; None: by the keys beside the configuration.
-            should_stop: Ends the wait for a lost worker.
-            absence_s: Seconds after which an absent worker is given up; None:
-                as configured.
-            id_layers: Layers of the model that read token ids.
-            statistics: Names of what training changes besides the weights.
-            show_away: See `WorkerLinks`.
-        """
-        self._config = config
-        self._build = build
-        self._should_stop = should_stop
+        self._config, self._build, self._should_stop = config, build, should_stop
         self._id_layers, self._statistics = id_layers, statistics
         self.run_id = run_id or secrets.token_hex(8)
         self.device = open_device(config.coordinator.device)
@@ -185,16 +185,13 @@ class Cluster:
             session=session,
         )
         self.members = self._peers.members
-        """Which workers are present."""
         self.recovery = Recovery(config, self._peers, self._local, self._load_workers, absence_s)
         self._attempts = itertools.count(1)
         self._max_boundary_bytes = max_boundary_bytes or max_frame_bytes
         self._local_stages: Sequence[StageInterface] = []
         self._was_ready = False
         self.forecast: TunedSchedule | None = None
-        """The prediction for the step that began last; None while no times are known."""
         self.fingerprint = ""
-        """The fingerprint of the model's weights, as last loaded."""
 
     def __enter__(self) -> Cluster:
         return self

@@ -6,17 +6,18 @@ Everything else lands in one inbox, which the training thread reads.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import queue
 import secrets
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -107,7 +108,18 @@ class _Talk:
 
 
 class WorkerLinks:
-    """All links of one run; nothing else talks to workers."""
+    """All links of one run; nothing else talks to workers.
+
+    Args:
+        local: The workers that this process has started.
+        unpack: Makes a HostEvent's `arrival`, in a reader thread.
+        watch: Gives a worker's link its `on_moved`.
+        should_stop: Ends the wait for a lost worker.
+        show_away: Called with a worker and a text while the worker is waited for, and with None
+            when it is there; from any thread.
+        small_packets: Whether all workers are dialled with `small_packets` of `connect`.
+        session: What the workers are wanted for.
+    """
 
     def __init__(
         self,
@@ -125,23 +137,12 @@ class WorkerLinks:
         small_packets: bool = False,
         session: m.SessionKind = "training",
     ) -> None:
-        """
-        Args:
-            local: The workers that this process has started.
-            unpack: Makes a HostEvent's `arrival`, in a reader thread.
-            watch: Gives a worker's link its `on_moved`.
-            should_stop: Ends the wait for a lost worker.
-            show_away: Called with a worker and a text while the worker is waited for, and with None
-                when it is there; from any thread.
-            small_packets: Whether all workers are dialled with `small_packets` of `connect`.
-            session: What the workers are wanted for.
-        """
-        used = {entry.id for entry in config.shard_plan}
-        self._workers = {w.id: w for w in config.workers if w.id in used}
+        self._workers = {w.id: w for w in config.workers if w.id in config.plan.owners}
         self._config = config
-        self._run_id = run_id
-        self._session: m.SessionKind = session
-        self._max_frame_bytes = max_frame_bytes
+        name = config.output_dir.name if session == "training" else ""
+        process = secrets.token_hex(8)  # a run that is started again keeps its id, and counts anew
+        self._hello = m.Hello(run_id, "", process, 0, max_frame_bytes, session, name)
+        self._epochs = itertools.count(1)
         self._buffers = buffers
         self._bandwidth = BandwidthScheduler()
         self._local = local or LocalWorkers(config, ())
@@ -160,13 +161,9 @@ class WorkerLinks:
         self._expectation: Expectation | None = None  # while there are stages
         self._talk: defaultdict[WorkerId, _Talk] = defaultdict(_Talk)
         self._stats: dict[WorkerId, LinkStats] = {w: LinkStats() for w in self._workers}
-        # A run that is started again keeps its id, but begins to count anew.
-        self._process = secrets.token_hex(8)
-        self._epochs: Counter[WorkerId] = Counter()
         self._inbox: queue.SimpleQueue[HostEvent | Exception] = queue.SimpleQueue()
         self.is_quiet = self._inbox.empty
-        self._owners: dict[int, WorkerId] = {}
-        self._holders: dict[int, WorkerId] = {}  # of all stages, those of this process too
+        self._owners: dict[int, WorkerId] = {}  # of all stages, those of this process too
         self._current: tuple[int, int] = (-1, -1)
         self._stop = threading.Event()
         self._dialling: dict[WorkerId, Future[m.Welcome]] = {}
@@ -183,8 +180,7 @@ class WorkerLinks:
         """Set the worker of each stage. Frames for the coordinator's stages come to the inbox if
         they are in `expectation`."""
         self._expectation = expectation
-        self._holders = {s.index: s.owner for s in stages}
-        self._owners = {s.index: s.owner for s in stages if s.owner in self._workers}
+        self._owners = {s.index: s.owner for s in stages}
 
     def expect(self, step: int, attempt: int) -> None:
         """Pass on boundary frames of this attempt at this step only."""
@@ -248,7 +244,7 @@ class WorkerLinks:
         often, and StopWanted."""
         if wait_s is None:
             wait_s = self._config.training.longest_outage_s
-        return self._take_in(self._open_again(worker_id, wait_s)).run_id == self._run_id
+        return self._take_in(self._open_again(worker_id, wait_s)).run_id == self._hello.run_id
 
     def await_in_background(self, worker_id: WorkerId) -> None:
         """Dial an absent worker while the run goes on, without a limit."""
@@ -369,18 +365,16 @@ class WorkerLinks:
         if self._stop.is_set():
             connection.close(drain_s=0)
             raise NetworkError(f"{name}: the run ended while it was connecting")
-        self._epochs[worker.id] += 1
         connection.peer = worker.id
         if self._watch is not None:
             connection.link.on_moved = self._watch(worker.id)
         if worker.port is not None:
             connection.start()
-        epoch = self._epochs[worker.id]
-        run_name = self._config.output_dir.name if self._session == "training" else ""
-        hello = m.Hello(
-            *(self._run_id, worker.id, self._process, epoch, self._max_frame_bytes),
-            *(self._session, run_name),
-        )
+        return self._greet_worker(worker, connection, again)
+
+    def _greet_worker(self, worker: WorkerConfig, connection: Connection, again: bool) -> _Reached:
+        """Send HELLO and wait for WELCOME. Closes the connection if anything else comes."""
+        hello = replace(self._hello, worker_id=worker.id, epoch=next(self._epochs))
         hint, why, answer, fault = None, "it accepts, but says nothing", None, None
         patience_s = timeouts.REHANDSHAKE_S if again else timeouts.HANDSHAKE_S
         failpoints.hit("join")
@@ -397,7 +391,7 @@ class WorkerLinks:
             hint = (
                 hint or "check what has this port; if it is the worker, look at its screen or log"
             )
-            text = f"the program at {where} does not behave like a worker: {why}"
+            text = f"the program at {worker.address} does not behave like a worker: {why}"
             raise _NotOpened(kind, text, hint)
         body = answer.body
         if not isinstance(body, m.Welcome):
@@ -405,7 +399,7 @@ class WorkerLinks:
         if isinstance(body, m.Reject):
             if body.code == "busy":
                 raise _NotOpened("busy", body.message)
-            text = f"{name} refused: {body.message}"
+            text = f"worker {worker.id} refused: {body.message}"
             if body.code == "protocol":
                 raise ProtocolError(text, hint=body.hint)
             raise _NotOpened("refused", text, body.hint)
@@ -417,7 +411,7 @@ class WorkerLinks:
         assert connection.peer is not None
         self._wires[connection.peer] = connection
         self.ready.pop(connection.peer, None)
-        self.members.answers(connection.peer, welcome.run_id == self._run_id)
+        self.members.answers(connection.peer, welcome.run_id == self._hello.run_id)
         self._show_away(connection.peer, None)
         self._local.answers(connection.peer)
         return welcome
@@ -456,7 +450,7 @@ class WorkerLinks:
             on_retry(0, elapsed_s, _NOT_CALLED)
             self._stop.wait(timeouts.ANSWER_TICK_S)
         connection.link.stats = self._stats[worker]
-        connection.link.max_frame_bytes = self._max_frame_bytes
+        connection.link.max_frame_bytes = self._hello.max_frame_bytes
         return connection
 
     def _greet(self, stream: Stream, identity: Identity | None) -> None:
@@ -483,7 +477,7 @@ class WorkerLinks:
             awaited=self._check_awaited,
             carrier=self._carrier,
             stats=stats,
-            max_frame_bytes=self._max_frame_bytes,
+            max_frame_bytes=self._hello.max_frame_bytes,
             deadlines=LinkDeadlines(
                 liveness_s=self._config.training.liveness_timeout_s,
                 handshake_s=handshake_s,
@@ -649,22 +643,21 @@ class WorkerLinks:
 
     def _check_sender(self, connection: Connection, body: m.Body) -> None:
         """Raise ProtocolError for a message about another worker's stage in the present attempt."""
-        if isinstance(body, m.OfStep) and self._is_current(body) and self._holders:
-            check_sender(body, self._holders, connection.peer)
+        if isinstance(body, m.OfStep) and self._is_current(body) and self._owners:
+            check_sender(body, self._owners, connection.peer)
 
     def _carrier(self, connection: Connection, message: Message) -> Link | None:
         """The link to which a boundary frame is relayed as it comes in; None if it is for us."""
         if not isinstance(message.body, m.BoundaryTensor) or not self._is_current(message.body):
             return None
         connection.accept(message)
-        owner = self._owners.get(message.body.stage)
-        onward = self._wires.get(owner) if owner is not None else None
+        onward = self._wires.get(self._owners.get(message.body.stage, "local"))
         if onward is None or onward.phase not in _WORKING or onward.closed:
             return None  # a link that has just come back would not expect it
         return onward.link
 
     def _is_for_us(self, body: m.BoundaryTensor) -> bool:
-        return self._is_current(body) and body.stage not in self._owners
+        return self._is_current(body) and self._owners.get(body.stage, "local") == "local"
 
     def _is_current(self, body: m.OfStep) -> bool:
         return (body.step, body.attempt) == self._current

@@ -54,8 +54,7 @@ def connect(
     drop large packets without telling. Raises NetworkError, which says what to check, and other
     errors of `secure`."""
     stop = stop or threading.Event()
-    started = time.monotonic()
-    attempt, small = 0, small_packets
+    attempt, small, started = 0, small_packets, time.monotonic()
     while True:
         attempt += 1
         elapsed = time.monotonic() - started

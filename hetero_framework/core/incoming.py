@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 
-from hetero_framework.core import frames
+from hetero_framework.core import frames, timeouts
 from hetero_framework.core.stream import Stream
+from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.errors import PeerLostError, PeerSilentError
 
 _AHEAD_BYTES = 16384
@@ -17,17 +18,20 @@ _AHEAD_BYTES = 16384
 class Incoming:
     """The receiving side of `stream`, for one reader thread.
 
-    All methods raise PeerLostError when the peer is gone, sends no byte for `silence_s`, or no
-    greeting within `handshake_s`. `until` is the time.monotonic() at which this side stops reading.
+    All methods raise PeerLostError when the peer is gone, or is silent or sends no greeting for
+    longer than `deadlines` permit. This side stops reading at the time.monotonic() `until`.
     """
 
-    def __init__(self, stream: Stream, name: str, silence_s: float, handshake_s: float) -> None:
+    def __init__(self, stream: Stream, name: str, deadlines: LinkDeadlines) -> None:
         self.until = math.inf
-        self.handshake_deadline: float | None = time.monotonic() + handshake_s
-        self._handshake_s = handshake_s
+        self._handshake_s = deadlines.handshake_s
+        self.handshake_deadline: float | None = time.monotonic() + self._handshake_s
         self._stream = stream
         self.name = name
-        self._silence_s = silence_s
+        tick_s = min(timeouts.TICK_S, deadlines.liveness_s / 4, self._handshake_s / 4)
+        stream.set_tick(tick_s)
+        # Less than the limit, so that the last tick before it finds the silence, even if early.
+        self._silence_s = deadlines.liveness_s - 1.5 * tick_s
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))  # received but not read yet
         self._ahead_from = self._ahead_to = 0
 

@@ -119,11 +119,7 @@ class Link:
         self._route = route
         self._opening = opening
         self._deadlines = deadlines = deadlines or LinkDeadlines()
-        tick_s = min(timeouts.TICK_S, deadlines.liveness_s / 4, deadlines.handshake_s / 4)
-        stream.set_tick(tick_s)
-        # Less than the limit, so that the last tick before it finds the silence, even if early.
-        silence_s = deadlines.liveness_s - 1.5 * tick_s
-        self._incoming = Incoming(stream, name, silence_s, deadlines.handshake_s)
+        self._incoming = Incoming(stream, name, deadlines)
         self._piece_left = 0  # tensor bytes in front of the next mark
         self._pool = pool or BufferPool()
         self._relay: Relay | None = None
@@ -134,16 +130,14 @@ class Link:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # for the writer
         self._room = threading.Condition(self._lock)  # for frames that do not fit the queue
-        if bandwidth is None or stream.local:
-            bandwidth = BandwidthScheduler()
+        shared = None if stream.local else bandwidth
         self._bandwidth = LinkBandwidth(
-            bandwidth, self._pings, self._lock, self._say, self._work.notify
+            shared or BandwidthScheduler(), self._pings, self._lock, self._say, self._work.notify
         )
         self._queue = SendQueue(self.stats, self._bandwidth.place, self._bandwidth.begins)
         self._closing = False  # no more sends; the writer drains the queue
         self._dead = False  # nothing more is read or written
         self._reason: HeteroError | None = None
-
         self._reader = threading.Thread(target=self._read, name=f"{name} reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name=f"{name} writer", daemon=True)
 

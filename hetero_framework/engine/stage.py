@@ -83,8 +83,6 @@ class Stage:
         self.input_requires_grad = False
         self._shard = shard
         self._device = device
-        half = torch.float16 if training.fp16 else None
-        self._autocast_dtype = torch.bfloat16 if training.bf16 else half
         self._objective = objective_of(training)
         self._side_checks = SideTensorChecks(shard, training)
         if training.compiles:
@@ -506,8 +504,8 @@ class Stage:
     def _running(self, micro_batch: int) -> Iterator[None]:
         self._seeds.micro_batch = micro_batch
         autocast: AbstractContextManager[Any] = nullcontext()
-        if self._autocast_dtype is not None:
-            autocast = self._device.autocast(self._autocast_dtype)
+        if self._side_checks.autocast is not None:
+            autocast = self._device.autocast(self._side_checks.autocast)
         with torch.set_grad_enabled(self.differentiates), autocast:
             yield
 

@@ -44,7 +44,8 @@ class SideTensorChecks:
         # LoRA's update has the type of the output that it is added to.
         plan = plan if plan is not None and plan.saved_modules else None
         half = torch.float16 if training.fp16 else None
-        autocast = torch.bfloat16 if training.bf16 else half
+        self.autocast = autocast = torch.bfloat16 if training.bf16 else half
+        """The type in which autocast computes; None: it is off."""
         self._setting = Setting(
             shard.config, plan, objective_of(training), shard.dtype, autocast, 0, 0
         )
