@@ -6,9 +6,11 @@ is written by hand. A test checks that the page agrees with the code.
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable, Iterable
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 
 from hetero_framework import registry
@@ -81,8 +83,10 @@ def _message(body: type[Body]) -> str:
     spec = body.spec
     about = " ".join((inspect.getdoc(body) or "").split())
     lines = [f"### {spec.number} {spec.name} ({_ARROWS[spec.sender]})\n\n{about}\n\n"]
+    about_fields = _about_fields(body)
     for name, (kind, required) in spec.fields.kinds.items():
-        lines.append(f"- `{name}`{'' if required else ' (optional)'}: {kind.name}\n")
+        text = f". {about_fields[name]}" if name in about_fields else ""
+        lines.append(f"- `{name}`{'' if required else ' (optional)'}: {kind.name}{text}\n")
     low, high = spec.tensors
     if spec.named:
         lines.append("- tensors: one for each of `names`, in that order\n")
@@ -92,6 +96,21 @@ def _message(body: type[Body]) -> str:
     if spec.max_header_bytes == frames.MAX_LONG_HEADER_BYTES:
         lines.append("- *long* header\n")
     return "".join(lines)
+
+
+def _about_fields(body: type[Body]) -> dict[str, str]:
+    """The docstrings below the fields of a message, by field."""
+    [cls] = ast.parse(inspect.getsource(body)).body
+    assert isinstance(cls, ast.ClassDef)
+    found = {}
+    for pair in pairwise(cls.body):
+        match pair:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                found[name] = " ".join(text.split())
+    return found
 
 
 def _order() -> str:

@@ -232,37 +232,42 @@ class Decoding:
 
 @message(10, COORDINATOR, long=True)
 class Step(OfStep):
-    """Coordinator to worker: a training step, or an evaluation pass (`train` false), begins with
-    `micro_batches` micro-batches, which have `num_items` label tokens together. `attempt` grows
-    with every STEP of a run. `in_flight_limits` says how many forwards each stage of the run may
-    store. `direct` has the boundaries (number of the stage before each) whose tensors go straight
-    to the other worker. `tasks` is the order of the worker's tasks in a training step; `sends` and
-    `receives` are the orders of the tensors on its network. An entry is twice the stage (of a
-    tensor, the stage that receives it), plus 1 for a backward, and stands once for each
-    micro-batch. Missing ones go last: backwards before forwards, the oldest first. A task or
-    tensor that is ready out of turn waits `order_timeout_s` for the one whose turn it is. With
-    `summed` the gradients of other replicas are added before norms are taken: GRADIENTS comes
-    first, and LOAD_STATE for each stage. Random numbers are those of a step in which
-    `first_micro_batch` micro-batches come before these. With `decoding` an evaluation pass
-    continues texts: a micro-batch is one more part of one text, LOSS brings the next token, and
-    fewer micro-batches may come. With `reference` an evaluation pass runs without adapters; with
-    `predicts` LOSS brings the predictions of each micro-batch."""
+    """Coordinator to worker: a training step begins, or an evaluation pass (`train` false).
+    `attempt` grows with every STEP of a run."""
 
     train: bool
     micro_batches: int
+    """The number of micro-batches. With `decoding` fewer may come."""
     num_items: int
+    """The number of label tokens in all micro-batches together."""
     loss_scale: Annotated[float, 1e-30, 1e30]
     summed: bool
+    """The gradients of other replicas are added before norms are taken: GRADIENTS comes first, and
+    LOAD_STATE for each stage."""
     first_micro_batch: int
+    """Random numbers are those of a step in which so many micro-batches come before these."""
     in_flight_limits: tuple[int, ...]
+    """How many forwards each stage of the run may store."""
     tasks: tuple[int, ...]
+    """The order of the worker's tasks in a training step. An entry is twice the stage, plus 1 for a
+    backward, and stands once for each micro-batch. Missing tasks go last: backwards before
+    forwards, the oldest first."""
     sends: tuple[int, ...]
+    """The order of the tensors that the worker sends, as in `tasks`, by the receiving stage."""
     receives: tuple[int, ...]
+    """The order of the tensors that the worker receives, in the same form."""
     order_timeout_s: Patience
+    """A task or tensor that is ready out of turn waits so long for the one whose turn it is."""
     direct: tuple[int, ...]
+    """The boundaries (number of the stage before each) whose tensors go straight to the other
+    worker."""
     decoding: Decoding | None = None
+    """The evaluation pass continues texts: a micro-batch is one more part of one text, and LOSS
+    brings the next token."""
     reference: bool | None = None
+    """The evaluation pass runs without adapters."""
     predicts: bool | None = None
+    """LOSS of the evaluation pass brings the predictions of each micro-batch."""
 
 
 @message(11, COORDINATOR, tensors=(0, MAX_TENSORS))

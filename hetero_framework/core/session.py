@@ -79,7 +79,9 @@ def _order() -> Moves:
         Phase.READY: {m.Start: Phase.IDLE, m.Setup: Phase.LOADING},
         Phase.IDLE: {m.Step: Phase.STEP, m.Abort: Phase.ABORTING, m.Setup: Phase.LOADING},
         Phase.STEP: {m.GradientNorms: Phase.COLLECTED, m.Abort: Phase.ABORTING},
-        # The last LOSS ends an evaluation; whatever is legal between steps may follow it.
+        # STEP with `train` false leads here, by the one rule that no type of message tells. An
+        # evaluation differs from a training step: the last LOSS ends it, which looks like others,
+        # so that all that is legal between steps is legal here. Nothing of it is committed.
         Phase.EVALUATION: {m.Step: Phase.STEP, m.Abort: Phase.ABORTING},
         # COMMITTED is not awaited: the next step may have begun when it comes.
         Phase.COLLECTED: {m.Commit: Phase.IDLE, m.Abort: Phase.ABORTING},
@@ -188,8 +190,6 @@ class Session:
         body = message.body
         with self._lock:
             following = self._following(body, sender, who)
-            if isinstance(body, m.Step) and not body.train:
-                following = Phase.EVALUATION
             if sender == self.peer and self._crossing is not None:
                 self._crossing = following
                 return False
@@ -208,4 +208,4 @@ class Session:
             names = ", ".join(kind.spec.name for kind in legal(sender, phase)) or "nothing"
             where = f"{phase.name} ({phase.value}) allows {names}"
             raise ProtocolError(f"{who} {body.spec.name} out of order: {where}")
-        return following
+        return Phase.EVALUATION if isinstance(body, m.Step) and not body.train else following
