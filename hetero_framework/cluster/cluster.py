@@ -37,7 +37,7 @@ from hetero_framework.core.messages import Message
 from hetero_framework.core.threads import in_background
 from hetero_framework.engine.boundary_io import meter_of, unpack
 from hetero_framework.engine.hosts import LinkLost, StepResults, StopWanted
-from hetero_framework.engine.loading import BuildStages, load_stages, take_apart
+from hetero_framework.engine.loading import BuildStages, load_stages, report_of, take_apart
 from hetero_framework.engine.pipeline import Pipeline, StageStatistics
 from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.schedule.simulator import Profile
@@ -46,7 +46,6 @@ from hetero_framework.engine.schedule.tuning import TunedSchedule
 from hetero_framework.engine.stage_api import (
     GradientReport,
     GradientSum,
-    Outcome,
     StageInterface,
     StepInfo,
     Tensors,
@@ -102,24 +101,12 @@ def free_bytes(config: Config, facts: Mapping[WorkerId, MachineFacts]) -> dict[W
     return {id: facts[id].memory_free / sharers[places[id]] for id in facts}
 
 
-@dataclass(frozen=True)
-class _CoordinatorSink:
+class _CoordinatorSink(StepResults):
     """Output of this process's stages: results stay here, tensors go to their workers."""
 
-    results: StepResults
-    links: WorkerLinks
-
-    def post(self, message: Message, done: Callable[[], None] | None = None) -> None:
-        self.links.post(message, done)
-
-    def outcome(self, info: StepInfo, micro_batch: int, outcome: Outcome) -> None:
-        self.results.outcome(info, micro_batch, outcome)
-
-    def finished(self, info: StepInfo, micro_batch: int) -> None:
-        self.results.finished(info, micro_batch)
-
-    def failed(self, error: Exception) -> None:
-        self.links.fail(error)
+    def __init__(self, links: WorkerLinks) -> None:
+        super().__init__()
+        self.post, self.failed = links.post, links.fail
 
 
 class Cluster:
@@ -264,12 +251,11 @@ class Cluster:
             self.recovery.on(worker, Event.PLANNED)
         expected = in_background(self._expected_weights, "fingerprint")
         remains, self._local_stages = take_apart(self._local_stages, config), []
-        specs = [s for s in config.plan.stages if s.owner == "local"]
+        specs = config.plan.of("local")
         self._local_stages = local = self._build(config, specs, self.device, remains)
         self.loaded = LoadedStages(config, expected, self._statistics)
         for stage in local:
-            report = stage.fingerprint, stage.trainable(), stage.ties
-            self.loaded.note("the coordinator", stage.index, *report)
+            self.loaded.note("the coordinator", report_of(stage))
         self._load_workers()
         for stage in local:
             stage.input_requires_grad = self.loaded.needs[stage.index]
@@ -289,17 +275,15 @@ class Cluster:
         """The pipeline over all hosts, whose stages are loaded."""
         config, trained, links = self._config, self.loaded.trained, self._peers
         specs, states = config.plan.stages, self.loaded.state_names
-        results, ties = StepResults(), Ties(self.loaded.ties, trained)
-        sink = _CoordinatorSink(results, links)
-        host = StageHost(self._local_stages, config, self.device, self._meter, sink)
+        results, ties = _CoordinatorSink(links), Ties(self.loaded.ties, trained)
+        host = StageHost(self._local_stages, config, self.device, self._meter, results)
         host.expectation.max_boundary_bytes = self._max_boundary_bytes
         links.route(specs, host.expectation)
         remotes = []
         for worker in self.workers:
-            indexes = [s.index for s in specs if s.owner == worker]
-            targets = [ties.targets.get(index, {}) for index in indexes]
-            about = worker, indexes, links, results, host.data, targets
-            remotes.append(RemoteHost(*about, trained=trained, states=states))
+            targets = {s.index: ties.targets.get(s.index, {}) for s in config.plan.of(worker)}
+            about = links, results, host.data
+            remotes.append(RemoteHost(worker, targets, *about, trained=trained, states=states))
         return Pipeline(
             specs,
             [host, *remotes],
@@ -323,21 +307,19 @@ class Cluster:
             loading = self.members.those(WorkerState.LOADING)
             deadline = self._await_ready(loading)
             for worker in loading:
-                wanted = [s.index for s in self._config.plan.stages if s.owner == worker]
+                wanted = [s.index for s in self._config.plan.of(worker)]
                 loaded = self._peers.ready[worker].stages
                 if sorted(entry.index for entry in loaded) != wanted:
                     text = f"worker {worker} has loaded other stages than {wanted}"
                     raise ProtocolError(text)
                 for entry in loaded:
-                    trainable = [(p.name, p.index) for p in entry.trainable]
-                    report = entry.fingerprint, trainable, entry.ties
-                    self.loaded.note(f"worker {worker}", entry.index, *report)
+                    self.loaded.note(f"worker {worker}", entry)
             self.loaded.check(deadline)
             self._connect_workers()
             started.intersection_update(self._peers.ready)
             for worker in planned(self._config, [w for w in loading if w not in started]):
-                stages = (s.index for s in self._config.plan.stages if s.owner == worker)
-                needing = tuple(k for k in stages if self.loaded.needs[k])
+                stages, needs = self._config.plan.of(worker), self.loaded.needs
+                needing = tuple(s.index for s in stages if needs[s.index])
                 start = m.Start(needing, self._max_boundary_bytes)
                 self._peers.send(worker, Message(start))
                 started.add(worker)
@@ -550,7 +532,10 @@ class Cluster:
         """Per worker: bytes received, bytes sent and seconds spent writing on all its links with
         the coordinator, and bytes sent on its direct links."""
         direct = self.pipeline.direct_bytes
-        return {w: (*counts, direct.get(w, 0)) for w, counts in self._peers.traffic().items()}
+        return {
+            worker: (of.bytes_in, of.bytes_out, of.write_s, direct.get(worker, 0))
+            for worker, of in self._peers.stats.items()
+        }
 
     def why(self, lost: LinkLost) -> str:
         """How the worker of a lost link ended, if this process started it; else why the link

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 
 from hetero_framework.config import Config
 from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.messages import LoadedStage
 from hetero_framework.core.threads import wait_for
 from hetero_framework.engine.grad_clip import ModelOrder
 from hetero_framework.errors import ProtocolError, UserError
@@ -31,27 +32,16 @@ class LoadedStages:
         self._config = config
         self._expected = expected
         self._statistics = statistics
-        self._fingerprints: dict[int, tuple[str, Mapping[str, str]]] = {}
-        self._trainable: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
-        self.ties: dict[int, Mapping[str, str]] = {}
-        """For each stage, {target: source} of parameters that are tied to an earlier stage."""
+        self._reports: dict[int, tuple[str, LoadedStage]] = {}
 
-    def note(
-        self,
-        process: str,
-        stage: int,
-        weights: Mapping[str, str],
-        trainable: list[tuple[str, tuple[int, ...]]],
-        ties: Mapping[str, str],
-    ) -> None:
-        """Take a stage's report: hashes of the weights that it read, trained parameters, ties."""
-        self._fingerprints[stage], self._trainable[stage] = (process, weights), trainable
-        self.ties[stage] = ties
+    def note(self, process: str, report: LoadedStage) -> None:
+        """Take the report of a process on a stage, also in place of an earlier report."""
+        self._reports[report.index] = process, report
 
     def check(self, deadline: float) -> None:
         """Raise UserError if the stages are not of this machine's model, or the model is not read
         by the deadline. Raises ProtocolError if the stages do not make one model."""
-        trained = [name for stage in self._trainable.values() for name, _ in stage]
+        trained = [entry.name for _, stage in self._reports.values() for entry in stage.trainable]
         sources = {source for tied in self.ties.values() for source in tied.values()}
         if len({*trained}) < len(trained) or not sources.issubset(trained):
             raise ProtocolError("what the workers say of their stages does not make one model")
@@ -61,12 +51,19 @@ class LoadedStages:
                 f"{self._config.training.load_timeout_s:.0f} s",
                 hint="their disk is slow or hangs; training.load_timeout_s sets this limit",
             )
-        fingerprint.check_same_model(list(self._fingerprints.values()), self._expected.result())
+        read = [(process, stage.fingerprint) for process, stage in self._reports.values()]
+        fingerprint.check_same_model(read, self._expected.result())
+
+    @property
+    def ties(self) -> dict[int, dict[str, str]]:
+        """For each stage, {target: source} of parameters that are tied to an earlier stage."""
+        return {index: stage.ties for index, (_, stage) in self._reports.items()}
 
     @property
     def trainable(self) -> Trainable:
         """The trained parameters of each stage, with their places in the whole model."""
-        return [self._trainable[spec.index] for spec in self._config.plan.stages]
+        stages = (self._reports[spec.index][1] for spec in self._config.plan.stages)
+        return [[(entry.name, entry.index) for entry in stage.trainable] for stage in stages]
 
     @cached_property
     def order(self) -> ModelOrder:
@@ -81,7 +78,7 @@ class LoadedStages:
     @property
     def fingerprint(self) -> str:
         """The fingerprint of all weights."""
-        return fingerprint.summary(weights for _, weights in self._fingerprints.values())
+        return fingerprint.summary(stage.fingerprint for _, stage in self._reports.values())
 
     @property
     def trained(self) -> dict[int, list[str]]:

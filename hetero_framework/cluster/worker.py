@@ -50,7 +50,7 @@ from hetero_framework.core.timeouts import LinkDeadlines
 from hetero_framework.engine import wire_forms
 from hetero_framework.engine.boundary_io import ArrivalMeter, meter_of, unpack
 from hetero_framework.engine.expectation import check_sender
-from hetero_framework.engine.loading import BuildStages, take_apart
+from hetero_framework.engine.loading import BuildStages, report_of, take_apart
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
 from hetero_framework.engine.stage_api import GradientPart, Outcome, StageInterface, StepInfo
 from hetero_framework.engine.stage_host import StageHost
@@ -736,12 +736,7 @@ class Worker:
         seconds = time.monotonic() - began
         _log.info("loaded %s onto %s in %.0f s", layers, self._device.name, seconds)
         self._install(run, config, stages)
-        loaded = []
-        for stage in stages:
-            trainable = tuple(m.Parameter(*entry) for entry in stage.trainable())
-            ties = dict(stage.ties)
-            loaded.append(m.LoadedStage(stage.index, trainable, dict(stage.fingerprint), ties))
-        self._send(Message(m.Ready(tuple(loaded))))
+        self._send(Message(m.Ready(tuple(map(report_of, stages)))))
 
     def _install(self, run: _Run, config: Config, stages: Sequence[StageInterface]) -> None:
         run.meter = meter_of(config)

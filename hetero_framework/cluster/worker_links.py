@@ -160,7 +160,7 @@ class WorkerLinks:
         self._wires: dict[WorkerId, Connection] = {}
         self._expectation: Expectation | None = None  # while there are stages
         self._talk: defaultdict[WorkerId, _Talk] = defaultdict(_Talk)
-        self._stats: dict[WorkerId, LinkStats] = {w: LinkStats() for w in self._workers}
+        self.stats = {w: LinkStats() for w in self._workers}  # over all links of each worker
         self._inbox: queue.SimpleQueue[HostEvent | Exception] = queue.SimpleQueue()
         self.is_quiet = self._inbox.empty
         self._owners: dict[int, WorkerId] = {}  # of all stages, those of this process too
@@ -431,7 +431,7 @@ class WorkerLinks:
             secure=secure,
             small_packets=worker.id in self.small_packets,
         )
-        return self._connection(stream, name, self._stats[worker.id])
+        return self._connection(stream, name, self.stats[worker.id])
 
     def _await_call(self, worker: WorkerId, timeout_s: float, on_retry: OnRetry) -> Connection:
         """Wait for the call of a worker that dials; return its connection."""
@@ -449,7 +449,7 @@ class WorkerLinks:
                 )
             on_retry(0, elapsed_s, _NOT_CALLED)
             self._stop.wait(timeouts.ANSWER_TICK_S)
-        connection.link.stats = self._stats[worker]
+        connection.link.stats = self.stats[worker]
         connection.link.max_frame_bytes = self._hello.max_frame_bytes
         return connection
 
@@ -588,10 +588,6 @@ class WorkerLinks:
                 _log.log(level, "%s: %s", peer, m.shortened(body.text), extra=said_by(peer))
             return None
         return event
-
-    def traffic(self) -> dict[WorkerId, tuple[int, int, float]]:
-        """Per worker, over all its links: bytes received, bytes sent, seconds spent writing."""
-        return {w: (s.bytes_in, s.bytes_out, s.write_s) for w, s in self._stats.items()}
 
     def close(self, goodbye: Message, drain_s: float = timeouts.DRAIN_S) -> None:
         """Say goodbye to all workers and close their links, in at most `drain_s` seconds."""

@@ -28,6 +28,12 @@ def asked(kind: str, config: Config, objects: Collection[str] = ()) -> Iterator[
                 yield thing
 
 
+def chosen(kind: str, config: Config, objects: Collection[str] = ()) -> Any:
+    """The last of the things that `asked` gives; None where there is none."""
+    found = [*asked(kind, config, objects)]
+    return found[-1] if found else None
+
+
 def absent_extras(config: Config, objects: Collection[str] = ()) -> Iterator[str]:
     """A line for each setting whose default asks for an absent extra: the run does without. Raises
     ConfigError for a setting that the user has set, and for one of the `objects`."""

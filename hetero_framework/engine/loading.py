@@ -11,6 +11,7 @@ from hetero_framework import registry
 from hetero_framework.config import Config, ModelConfig, StageSpec, TrainingConfig
 from hetero_framework.core import failpoints
 from hetero_framework.core.devices import Device
+from hetero_framework.core.messages import LoadedStage, Parameter
 from hetero_framework.engine.out_of_memory import explaining
 from hetero_framework.engine.stage import Stage
 from hetero_framework.engine.stage_api import StageInterface
@@ -40,6 +41,12 @@ def _origin(config: Config) -> object:
     """The settings that decide which frozen weights a process loads."""
     kinds = tuple(machine.quantization for machine in (config.coordinator, *config.workers))
     return config.model, kinds, config.base_dir, config.training.seed
+
+
+def report_of(stage: StageInterface) -> LoadedStage:
+    """The report of a stage that this process has loaded."""
+    trainable = tuple(Parameter(*entry) for entry in stage.trainable())
+    return LoadedStage(stage.index, trainable, dict(stage.fingerprint), dict(stage.ties))
 
 
 def load_stages(

@@ -35,20 +35,19 @@ class RemoteHost(Host):
     def __init__(
         self,
         worker: WorkerId,
-        indexes: Sequence[int],
+        targets: Mapping[int, Mapping[str, str]],
         links: Links,
         results: StepResults,
         deliver: Callable[[Message, object], None],
-        targets: Sequence[Mapping[str, str]],
         *,
         trained: Mapping[int, Sequence[str]],
         states: Sequence[Sequence[str]],
     ) -> None:
-        """`deliver` receives this worker's boundary tensors for local stages. `targets` has the
-        `Ties.targets` of each of its stages. For each stage of the plan, `trained` has the names of
-        its parameters, and `states` also the names of all else that training changes."""
+        """`targets` has the `Ties.targets` of each stage of this worker, and `deliver` receives the
+        worker's boundary tensors for local stages. For each stage of the plan, `trained` has the
+        names of its parameters, and `states` also the names of all else that training changes."""
         self.id = worker
-        self.indexes = list(indexes)
+        self.indexes = list(targets)
         self._links = links
         self._results = results
         self._deliver = deliver
@@ -107,7 +106,7 @@ class RemoteHost(Host):
         return report
 
     def commit(self, order: m.Commit, tied_weights: api.Tensors) -> api.Tensors:
-        wanted = {source for targets in self._targets for source in targets.values()}
+        wanted = {source for targets in self._targets.values() for source in targets.values()}
         weights = {name: weight for name, weight in tied_weights.items() if name in wanted}
         self._commit, self._commit_step = wire_forms.commit_message(order, weights), order.step
         self._links.send(self.id, self._commit)
@@ -239,10 +238,11 @@ class RemoteHost(Host):
                 message.release()
 
     def _take_gradients(self, message: Message, body: m.Gradients) -> None:
-        if not (self._info.summed or any(self._targets)) or body.stage not in self.indexes:
+        is_asked = self._info.summed or any(self._targets.values())
+        if not is_asked or body.stage not in self.indexes:
             raise ProtocolError(f"it sends gradients of stage {body.stage}, unasked")
-        targets = dict(zip(self.indexes, self._targets, strict=True))[body.stage]
-        if unknown := set(body.names).difference(self._trained[body.stage], targets):
+        known = self._trained[body.stage], self._targets[body.stage]
+        if unknown := set(body.names).difference(*known):
             raise ProtocolError(f"stage {body.stage} trains no {min(unknown)!r}")
         given = {(body.stage, name) for name in body.names}
         if not given.isdisjoint(self._given):

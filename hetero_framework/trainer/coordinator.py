@@ -25,7 +25,7 @@ from hetero_framework.cluster.cluster import Cluster, Gradients
 from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.roles import Unnamed, check_coordinator, decide_role
 from hetero_framework.config import PLAN_FILE, Config, interval
-from hetero_framework.config.asked_extras import absent_extras, asked
+from hetero_framework.config.asked_extras import absent_extras, asked, chosen
 from hetero_framework.config.optimizers import check_optimizer
 from hetero_framework.core import failpoints, timeouts
 from hetero_framework.core.fields import WorkerId
@@ -227,9 +227,8 @@ class _Call:
         elif self.replan:
             kept = plan_in_force(checkpoint, config)
         prepared = setup.prepare(config, kept)
-        computed = None
-        for make in asked("metrics", config, self._objects):
-            computed = make(self.given, prepared)
+        make = chosen("metrics", config, self._objects)
+        computed = make(self.given, prepared) if make else None
         if checkpoint is not None:
             checkpoint = same_run(checkpoint, prepared, must=not goes_on)
         with self._cluster(prepared) as cluster, Observers() as observers:
@@ -267,9 +266,8 @@ class _Call:
         config, objects = self.config, self._objects
         facts = cluster.start(prepared.config.plan.owners)
         prepared = setup.fit_devices(prepared, facts)
-        prediction = None
-        for read in asked("predictions", config, objects):
-            prediction = read(prepared.config)
+        read = chosen("predictions", config, objects)
+        prediction = read(prepared.config) if read else None
         times = prediction.pipeline if prediction is not None else None
         cluster.assemble(prepared.config, prepared.memory_limits, times)
         checkpoints = RunCheckpoints(self._store, cluster, prepared)
@@ -285,9 +283,11 @@ class _Call:
             self._directories.at_end,
         )
         observers.watch(extra_observers(watched, objects))
-        plans = Plans(prepared, facts)
-        for make in asked("plans", config, objects):
-            plans = make(prepared, facts, survivors=self.replan)
+        make = chosen("plans", config, objects)
+        plans = make(prepared, facts, survivors=self.replan) if make else Plans(prepared, facts)
+        make = chosen("replicas", config)
+        about = prepared, cluster, checkpoints, self._stop, self.islands
+        replicas: ReplicaGroup = make(*about) if make else Single()
         plans.planned_s = prediction.step_s if prediction is not None else None
         return Coordinator(
             cluster,
@@ -295,7 +295,7 @@ class _Call:
             self._directories,
             observers,
             self._stop,
-            _replicas(prepared, cluster, checkpoints, self._stop, self.islands),
+            replicas,
             plans,
             computed,
         )
@@ -1082,20 +1082,6 @@ def _objects(config: Config, given: Given, replan: bool) -> set[str]:
         "saved_plan": (config.output_dir / PLAN_FILE).exists(),
     }
     return {name for name, value in found.items() if value}
-
-
-def _replicas(
-    prepared: setup.Prepared,
-    cluster: Cluster,
-    checkpoints: RunCheckpoints,
-    stop: StopRequest,
-    access: Access | None,
-) -> ReplicaGroup:
-    """The group of replicas that this run belongs to; `access` is for links to other islands."""
-    group: ReplicaGroup = Single()
-    for make in asked("replicas", prepared.config):
-        group = make(prepared, cluster, checkpoints, stop, access)
-    return group
 
 
 @contextmanager

@@ -156,8 +156,46 @@ class StepReport:
             "predicted_s": predicted_s,
             **({} if self.outcome.commits else skipped),
             **self.measured,
-            "stages": _stage_lines(stages, self.stages, *self.traffic, memory_bytes),
+            "stages": self._stages(stages, memory_bytes),
         }
+
+    def _stages(
+        self, stages: Iterable[StageSpec], memory_bytes: Mapping[WorkerId, int]
+    ) -> list[dict[str, Any]]:
+        """The figures of each stage."""
+        before, after = self.traffic
+        lines, none = [], (0, 0, 0.0, 0)
+        moved = {
+            worker: tuple(n - b for n, b in zip(now, before.get(worker, none), strict=True))
+            for worker, now in after.items()
+        }
+        for spec in stages:
+            figures = self.stages[spec.index]
+            # A worker's links are counted once.
+            bytes_in, bytes_out, wire_s, direct_bytes = moved.pop(spec.owner, none)
+            lines.append(
+                {
+                    "index": spec.index,
+                    "owner": spec.owner,
+                    "busy_s": figures.busy_s,
+                    "forward_s": figures.forward_s,
+                    "backward_s": figures.backward_s,
+                    "wait_s": figures.wait_s,
+                    "activation_s": figures.arrive_forward_s,
+                    "gradient_s": figures.arrive_backward_s,
+                    "wire_s": wire_s,
+                    "bytes_in": bytes_in,
+                    "bytes_out": bytes_out,
+                    "direct_bytes_out": direct_bytes,
+                    "queue_peak": figures.queue_peak,
+                    "held_peak": figures.in_flight_peak,
+                    "peak_memory": figures.peak_memory_bytes,
+                    "predicted": {"memory": memory_bytes.get(spec.owner, 0)},
+                }
+            )
+            if figures.prefetch_misses is not None:
+                lines[-1]["prefetch_misses"] = figures.prefetch_misses
+        return lines
 
 
 SPEED = ("runtime", "samples_per_second", "steps_per_second")
@@ -184,48 +222,6 @@ def by_set(line: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             name = max(fitting, key=len)
             found[name][f"eval_{key.removeprefix(metric_name(name, ''))}"] = value
     return found
-
-
-def _stage_lines(
-    stages: Iterable[StageSpec],
-    statistics: Mapping[int, StageStatistics],
-    before: Mapping[str | int, Traffic],
-    after: Mapping[str | int, Traffic],
-    memory_bytes: Mapping[WorkerId, int],
-) -> list[dict[str, Any]]:
-    """The figures of each stage in one step."""
-    lines, nothing, seen = [], (0, 0, 0.0, 0), set()
-    for spec in stages:
-        figures = statistics[spec.index]
-        now, then = after.get(spec.owner, nothing), before.get(spec.owner, nothing)
-        # A worker's links are counted once.
-        bytes_in, bytes_out, wire_s, direct_bytes = (
-            nothing if spec.owner in seen else tuple(n - b for n, b in zip(now, then, strict=True))
-        )
-        seen.add(spec.owner)
-        lines.append(
-            {
-                "index": spec.index,
-                "owner": spec.owner,
-                "busy_s": figures.busy_s,
-                "forward_s": figures.forward_s,
-                "backward_s": figures.backward_s,
-                "wait_s": figures.wait_s,
-                "activation_s": figures.arrive_forward_s,
-                "gradient_s": figures.arrive_backward_s,
-                "wire_s": wire_s,
-                "bytes_in": bytes_in,
-                "bytes_out": bytes_out,
-                "direct_bytes_out": direct_bytes,
-                "queue_peak": figures.queue_peak,
-                "held_peak": figures.in_flight_peak,
-                "peak_memory": figures.peak_memory_bytes,
-                "predicted": {"memory": memory_bytes.get(spec.owner, 0)},
-            }
-        )
-        if figures.prefetch_misses is not None:
-            lines[-1]["prefetch_misses"] = figures.prefetch_misses
-    return lines
 
 
 def _parsed(line: bytes, number: int, path: Path) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def make(
     worker, stage = Worker(), FakeStage(0, first=True)
     host = StageHost([stage], CONFIG, open_device("cpu"), ArrivalMeter(Recorder(0)), worker)
     trained = {0: ["first"], 1: ["last"]}
-    about = (7, [1], worker, worker.results, host.data, [tied])
+    about = (7, {1: tied}, worker, worker.results, host.data)
     remote = RemoteHost(*about, trained=trained, states=[*trained.values()])
     options = {"objective": CausalLM(None), "step_timeout_s": step_timeout_s, "trained": trained}
     ties = Ties({1: tied}, {0: list(tied.values())})

@@ -72,9 +72,9 @@ def made(**options: Any) -> tuple[RemoteHost, Links]:
         raise AssertionError("no tensor comes")
 
     trained = {0: ["z"], 1: ["a"], 2: ["y"], 3: ["a", "b"]}
-    about = {"trained": trained, "states": [*trained.values()], "targets": ({}, {})}
-    options = {**about, **options}
-    host = RemoteHost(7, [1, 3], links, StepResults(), deliver, **options)
+    targets = dict(zip((1, 3), options.pop("targets", ({}, {})), strict=True))
+    options = {"trained": trained, "states": [*trained.values()], **options}
+    host = RemoteHost(7, targets, links, StepResults(), deliver, **options)
     host.begin(INFO, StepSchedule(in_flight_limits=(1,) * 4))
     links.sent.clear()
     return host, links
