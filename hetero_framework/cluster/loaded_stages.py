@@ -15,8 +15,6 @@ from hetero_framework.engine.grad_clip import ModelOrder
 from hetero_framework.errors import ProtocolError, UserError
 from hetero_framework.models.files import fingerprint
 
-Trainable = list[list[tuple[str, tuple[int, ...]]]]
-
 
 class LoadedStages:
     """The reports of a plan's loaded stages, and the check that they make one model."""
@@ -60,7 +58,7 @@ class LoadedStages:
         return {index: stage.ties for index, (_, stage) in self._reports.items()}
 
     @property
-    def trainable(self) -> Trainable:
+    def trainable(self) -> list[list[tuple[str, tuple[int, ...]]]]:
         """The trained parameters of each stage, with their places in the whole model."""
         stages = (self._reports[spec.index][1] for spec in self._config.plan.stages)
         return [[(entry.name, entry.index) for entry in stage.trainable] for stage in stages]
@@ -72,8 +70,9 @@ class LoadedStages:
 
     @property
     def needs(self) -> list[bool]:
-        """Whether the input of each stage needs a gradient."""
-        return gradient_needs(self.trainable)
+        """Whether the input of each stage needs a gradient: something before it is trained."""
+        trainable = self.trainable
+        return [any(trainable[:stage]) for stage in range(len(trainable))]
 
     @property
     def fingerprint(self) -> str:
@@ -105,8 +104,3 @@ class LoadedStages:
 def planned(config: Config, workers: Iterable[WorkerId]) -> list[WorkerId]:
     """The members of `workers` to which the plan gives layers."""
     return [worker for worker in workers if worker in config.plan.owners]
-
-
-def gradient_needs(trainable: Trainable) -> list[bool]:
-    """For each stage whether anything trainable lies before it: its input then needs a gradient."""
-    return [any(trainable[:stage]) for stage in range(len(trainable))]

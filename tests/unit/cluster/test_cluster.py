@@ -14,7 +14,6 @@ import torch
 from hetero_framework.cluster import cluster as cluster_module
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.cluster.direct_links import Boundaries
-from hetero_framework.cluster.loaded_stages import gradient_needs
 from hetero_framework.cluster.membership import Event, Membership, WorkerState
 from hetero_framework.config import Config
 from hetero_framework.core import messages as m
@@ -186,6 +185,7 @@ def test_workers_are_set_up_and_started_once_all_are_ready(links: Links) -> None
     sent = [(1, "SETUP"), (2, "SETUP"), (1, "START"), (2, "START")]
     assert names(links, m.Setup, m.Start) == sent
     assert cluster.loaded.trainable == [[], [("layer 1", (1,))], [("layer 2", (2,))]]
+    assert cluster.loaded.needs == [False, False, True]
 
 
 def test_f20_another_torch_version_is_reported(
@@ -387,8 +387,3 @@ def test_direct_link_that_cannot_be_had_is_an_error_where_it_was_asked_for(links
     cluster._config = config(links="direct")
     with pytest.raises(NetworkError, match="no direct link between layer 1 and layer 2: worker 1"):
         cluster._connect_workers()
-
-
-def test_input_needs_a_gradient_where_something_before_is_trained() -> None:
-    parameter = [("w", (0,))]
-    assert gradient_needs([[], parameter, [], parameter]) == [False, False, True, True]

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hetero_framework.cluster.loaded_stages import gradient_needs
 from hetero_framework.cluster.worker import serve
 from hetero_framework.cluster.worker_links import WorkerLinks
 from hetero_framework.config import Config
@@ -667,7 +666,8 @@ class Chain:
             entry["gradient_checkpointing"] = way.get("again", False) and index % 2 == 0
         config = Config.from_dict(raw)
         self.stages = load_stages(config, config.plan.stages, open_device("cpu"))
-        needs = gradient_needs([stage.trainable() for stage in self.stages])
+        trained = [stage.trainable() for stage in self.stages]
+        needs = [any(trained[:stage]) for stage in range(len(trained))]
         for stage, needed in zip(self.stages, needs, strict=True):
             stage.input_requires_grad = needed
 
