@@ -286,7 +286,8 @@ class Cluster:
             remotes.append(RemoteHost(worker, targets, *about, trained=trained, states=states))
         return Pipeline(
             specs,
-            [host, *remotes],
+            host,
+            remotes,
             links,
             results,
             objective=objective_of(config.training, self._id_layers),
@@ -423,7 +424,8 @@ class Cluster:
         return losses, *self.pipeline.report_gradients()
 
     def run(self, info: StepInfo, batches: Sequence[Tensors]) -> list[float]:
-        """Do a pass that nothing is committed of, as `retrying` does; return the losses."""
+        """Run micro-batches in a pass that commits nothing, as `retrying` does; return their
+        losses."""
 
         def attempt() -> list[float]:
             self.begin(info)

@@ -1,4 +1,4 @@
-"""`LoadedStages`: what all processes say of a plan's stages, and the check of it."""
+"""`LoadedStages`: the reports of all processes on a plan's stages, and the check of them."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
-"""`Host`: the pipeline's interface to a process with stages, this process or a worker.
-
-A host never waits for a peer: it answers None or False where it cannot answer yet, and the pipeline
-asks again when something has arrived.
-"""
+"""What hosts of stages, their links and the pipeline share: troubles, events, results of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -14,8 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.messages import Commit, LoadKind, Message, StateKind
-from hetero_framework.core.spans import Span
+from hetero_framework.core.messages import Message
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine import wire_forms
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
@@ -105,102 +100,6 @@ class BatchInputs:
     @cached_property
     def packed(self) -> dict[str, wire_forms.PackedInput]:
         return wire_forms.pack_inputs(self.tensors)
-
-
-class Host(Protocol):
-    """The stages of one process. `id` is "local" or the worker's id. Methods of a remote host raise
-    LinkLost when its link is gone. The default methods suit hosts with nothing to do there."""
-
-    id: WorkerId
-    indexes: list[int]
-
-    @property
-    def waits_s(self) -> float:
-        """Seconds until `run_next` is worth another call, since a ready task waits for its turn; 0
-        where none waits."""
-        return 0.0
-
-    def begin(
-        self, info: api.StepInfo, schedule: StepSchedule, take: api.TakeEarly | None = None
-    ) -> None:
-        """Begin a step, or begin it again, and forget what belongs to an earlier attempt. In a
-        summed step the host may give `take` gradients early, before their stage is done."""
-
-    def feed(self, stage: int, micro_batch: int, names: Sequence[str], batch: BatchInputs) -> None:
-        """Give a stage the inputs of a micro-batch that it needs: `names` of `batch`."""
-
-    def has_inputs(self, stage: int) -> bool:
-        """Whether inputs of a micro-batch are known to wait for this stage."""
-        return False
-
-    def run_next(self) -> bool:
-        """Do one task in this thread; False if none is ready, or another process does them."""
-        return False
-
-    def gradients(self) -> list[api.GradientPart]:
-        """Gradients of stages that are done, each part once. A summed step gives all gradients, any
-        other step only gradients of weights tied to other stages. The caller releases them;
-        `load_state` brings the sums back."""
-        return []
-
-    def report(self) -> api.HostReport | None:
-        """The report, once in a training step, when all work is done and awaited sums are here."""
-
-    def receive(self, message: Message, arrival: object) -> None:
-        """Take a message from this host, if it is remote, with the result of `unpack`."""
-        raise AssertionError("this process sends itself no messages")
-
-    def commit(self, order: Commit, tied_weights: api.Tensors) -> api.Tensors:
-        """Have the stages step their optimizers. The local host returns its new weights that other
-        stages are tied to; other hosts take over `tied_weights`, by source."""
-
-    def is_committed(self) -> bool:
-        """Whether the last `commit` is known to have been done."""
-        return True
-
-    def repeat_commit(self) -> None:
-        """Send an unconfirmed order again, over a new link."""
-        return
-
-    def forget_commit(self) -> None:
-        """Forget unconfirmed orders: the run goes back to an earlier state."""
-        return
-
-    def abort(self) -> bool:
-        """Forget the attempt. Asked again until True: then no message of it is on its way."""
-
-    def snapshot(self, step: int | None) -> None:
-        """Keep the state after `step` readable for `state`, whatever is committed later. `step` is
-        the last commit; None: before the first."""
-
-    def state(
-        self, stage: int, kind: StateKind, number: int, step: int | None, names: Sequence[str] = ()
-    ) -> api.StatePart | None:
-        """Part `number` of a stage's state after `step`, or of its present weights `names`; None
-        until it has come. Asked for in ascending order. The caller releases it."""
-
-    def rewind(self, step: int | None) -> api.RewoundState | None:
-        """Go back to the state after the commit of `step`. Stages that kept it take it over; others
-        get it with `load_state`. Asked again until not None."""
-
-    def renew(self) -> None:
-        """Forget what is known of a former process: a new one has loaded the stages."""
-        return
-
-    def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
-        """Have a stage take over a part of its state; asked again until True."""
-
-    def tied_weights(self) -> api.Tensors | None:
-        """The local host's weights that other stages are tied to; None: `state` has to ask for
-        them."""
-        return None
-
-    def take_spans(self) -> list[Span]:
-        """Spans recorded since the last call; times are by the host's clock."""
-
-    def close(self) -> None:
-        """End the host's threads, if it has any."""
-        return
 
 
 class Links(Protocol):

@@ -6,13 +6,12 @@ host does elsewhere arrives over `Links`.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -23,7 +22,6 @@ from hetero_framework.core.spans import Span
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine.hosts import (
     BatchInputs,
-    Host,
     LinkLost,
     Links,
     ReplicasChanged,
@@ -33,6 +31,7 @@ from hetero_framework.engine.hosts import (
 from hetero_framework.engine.remote_host import RemoteHost
 from hetero_framework.engine.schedule.readiness import Admission
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
+from hetero_framework.engine.stage_host import StageHost
 from hetero_framework.engine.state_snapshot import in_parts
 from hetero_framework.engine.ties import TiedGradients, Ties
 from hetero_framework.errors import NumericError, ProtocolError
@@ -49,8 +48,8 @@ _PATIENCE = 10.0
 """A step hangs if nothing moves for this many times the median step,"""
 _LEAST_PATIENCE_S = 60.0
 """but never before this many seconds."""
-_FIGURES = [field.name for field in dataclasses.fields(StageFigures)]
 T = TypeVar("T")
+Host = StageHost | RemoteHost
 Part = tuple[int, int, api.StatePart]  # stage, part number, part
 
 
@@ -93,7 +92,8 @@ class Pipeline:
     def __init__(
         self,
         stages: Sequence[StageSpec],
-        hosts: Sequence[Host],
+        here: StageHost,
+        remotes: Sequence[RemoteHost],
         links: Links,
         results: StepResults,
         *,
@@ -103,13 +103,13 @@ class Pipeline:
         ties: Ties,
         has_stages: Callable[[WorkerId], bool] = lambda worker: True,
     ) -> None:
-        """`hosts` hold the stages and write into `results`; the first host has the first stage.
-        `trained` has the parameter names of each stage. `has_stages` tells whether a worker's
-        process has its stages: without them it is not asked to forget a step."""
+        """All hosts write into `results`; the one `here` has the first stage. `trained` has the
+        parameter names of each stage. `has_stages` tells whether a worker's process has its stages:
+        without them it is not asked to forget a step."""
         self._stages = list(stages)
-        self._hosts = list(hosts)
-        self._host_of = {k: host for host in hosts for k in host.indexes}
-        self._by_id = {host.id: host for host in hosts}
+        self._here, self._remotes = here, {host.id: host for host in remotes}
+        self._hosts: list[Host] = [here, *remotes]
+        self._host_of = {k: host for host in self._hosts for k in host.indexes}
         self._links = links
         self._results = results
         self._objective = objective
@@ -140,9 +140,8 @@ class Pipeline:
         return time.monotonic() - self._last_progress
 
     def close(self) -> None:
-        """End the hosts' threads."""
-        for host in self._hosts:
-            host.close()
+        """End the threads of the host that is here."""
+        self._here.close()
 
     # -- one step, in order ---------------------------------------------------------------------
 
@@ -163,7 +162,7 @@ class Pipeline:
         for host in self._hosts:
             if self._snapshot is not None:  # begun after the last step or before
                 host.snapshot(self._snapshot[0].step)
-            is_here = host is self._hosts[0]
+            is_here = host is self._here
             part = schedule.for_process(host.indexes, relays=is_here)
             if is_here:
                 self._links.plan(info.attempt, part)
@@ -188,7 +187,7 @@ class Pipeline:
         or DirectLost when a link breaks, Stalled when nothing moves any more."""
         count = len(batches)
         admission = Admission(count, self._max_in_flight)
-        here = self._hosts[0]
+        here = self._here
         through, outcomes = self._results.through, self._results.outcomes
 
         def admit(micro_batch: int) -> None:
@@ -230,7 +229,7 @@ class Pipeline:
             if (batch := texts.next()) is not None:
                 self._feed(fed, batch)
                 fed += 1
-            elif self._hosts[0].run_next():
+            elif self._here.run_next():
                 self._last_progress = time.monotonic()
             elif not texts.is_done and taken not in self._results.outcomes:
                 self._wait(partial("the token of micro-batch {}".format, taken))
@@ -299,8 +298,7 @@ class Pipeline:
         times: dict[int, StageStatistics] = {}
         for k, f in sorted(figures.items()):
             wait_s = max(0.0, seconds - f.forward_s - f.backward_s)
-            taken = {name: getattr(f, name) for name in _FIGURES}
-            times[k] = StageStatistics(**taken, wait_s=wait_s)
+            times[k] = StageStatistics(**asdict(f), wait_s=wait_s)
         return [gradients[spec.index] for spec in self._stages], times
 
     def commit(
@@ -312,48 +310,47 @@ class Pipeline:
         info = self._info
         order = Commit(info.step, info.attempt, learning_rate, grad_scale)
         weights: api.Tensors = {}
-        here, *others = self._hosts
-        new = here.commit(order, weights)
+        new = self._here.commit(order)
         # New weights of this process go out with the order, unless they are too large for a frame.
         if next(in_parts((name, weight, {}) for name, weight in new.items())).last:
             weights = new
-        for host in others:
+        for host in self._remotes.values():
             try:
                 host.commit(order, weights)
             except LinkLost as lost:
                 recover(lost)
         self._committed = info.step
-        told = [here] if weights else []
+        told = [self._here] if weights else []
         self._untold = {k for k in self._ties.holders if self._host_of[k] not in told}
 
     def repeat_commit(self, worker: WorkerId) -> None:
         """Send a worker's unconfirmed order again, over a new link."""
-        for host in self._hosts:
-            if host.id == worker:
-                host.repeat_commit()
+        if worker in self._remotes:
+            self._remotes[worker].repeat_commit()
 
     def drain_commits(self) -> None:
-        """Wait until every host has confirmed the last commit."""
+        """Wait until every worker has confirmed the last commit."""
         self._last_progress = time.monotonic()
-        while waiting := [host for host in self._hosts if not host.is_committed()]:
+        while waiting := [one for one in self._remotes.values() if not one.is_committed()]:
             self._wait(lambda: f"the commit of {', '.join(map(_name, waiting))}")
 
     def forget_commits(self) -> None:
-        """Forget commits that hosts have not confirmed, since the run goes back."""
-        for host in self._hosts:
+        """Forget commits that workers have not confirmed, since the run goes back."""
+        for host in self._remotes.values():
             host.forget_commit()
 
     def renew(self, worker: WorkerId) -> None:
         """Note that a worker's stages have been loaded again, in a new process."""
         self._step_s.clear()  # its first step may take longer
-        self._by_id[worker].renew()
+        self._remotes[worker].renew()
 
     def abort(self) -> None:
         """Forget the step everywhere; weights stay. When it returns, nothing sent before is on its
         way. After LinkLost it may be called again."""
         self._links.expect(self._info.step, _NO_ATTEMPT)
-        others = [host for host in self._hosts[1:] if self._has_stages(host.id)]
-        waiting = [host for host in (self._hosts[0], *others) if not host.abort()]  # all at once
+        self._here.abort()
+        others = [host for host in self._remotes.values() if self._has_stages(host.id)]
+        waiting = [host for host in others if not host.abort()]  # all at once
         for host in waiting:
             self.until(host.abort, f"{_name(host)} to forget the step")
 
@@ -442,10 +439,9 @@ class Pipeline:
         """Go back to the state after the commit of `step`, held in `state` by stage. A process that
         has kept the same state uses its own copy. Returns the stages that were sent a state."""
         self._snapshot, self._committed = None, step
-        answers = {host.id: host.rewind(step) for host in self._hosts}  # all at once
-        digests: dict[int, str] = {}
-        for host in self._hosts:
-            answer = answers[host.id]
+        digests = dict(self._here.rewind(step).digests)
+        answers = [(host, host.rewind(step)) for host in self._remotes.values()]  # all at once
+        for host, answer in answers:
             if answer is None:
                 answer = self.until(partial(host.rewind, step), f"{_name(host)} to go back")
             digests.update(answer.digests)
@@ -470,9 +466,9 @@ class Pipeline:
         """Send tied weights of these stages to their targets. May be repeated after LinkLost."""
         self._untold = holders
         for stage in sorted(holders):
-            weights = self._host_of[stage].tied_weights()
-            if weights is None:
-                weights = self.weights(self._ties.sources(stage))
+            is_here = self._host_of[stage] is self._here
+            sources = self._ties.sources(stage)
+            weights = self._here.tied_weights() if is_here else self.weights(sources)
             for follower, wanted in self._ties.followers(weights).items():
                 parts = in_parts((name, weights[name], {}) for name in wanted)
                 self.load_state(follower, "tied weights", parts)
@@ -498,7 +494,7 @@ class Pipeline:
         if (event := self._links.receive(timeout_s)) is None:
             return False
         assert event.message is not None
-        host = self._by_id.get(event.worker)
+        host = self._remotes.get(event.worker)
         if host is None:
             event.message.release()
         else:
@@ -508,7 +504,7 @@ class Pipeline:
     def _wait(self, waiting_for: Callable[[], str]) -> None:
         """Wait for the next event. Raises Stalled when nothing has moved for `_stall_s`."""
         self.check()
-        if self._receive(self._hosts[0].waits_s or _POLL_S):
+        if self._receive(self._here.waits_s or _POLL_S):
             self._last_progress = time.monotonic()
         elif time.monotonic() - self._last_progress > self._stall_s:
             raise Stalled(
@@ -526,9 +522,7 @@ class Pipeline:
 
     def answer(self, worker: WorkerId, question: Message) -> Message | None:
         """See `RemoteHost.answer`."""
-        host = self._by_id[worker]
-        assert isinstance(host, RemoteHost)
-        return host.answer(question)
+        return self._remotes[worker].answer(question)
 
     def answering(self, questions: Mapping[WorkerId, Message], timeout_s: float) -> set[WorkerId]:
         """The workers whose main thread answers a CONTROL request in time. Raises LinkLost."""

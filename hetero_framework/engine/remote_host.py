@@ -1,4 +1,4 @@
-"""A worker's stages as a `Host`: each call becomes a message."""
+"""`RemoteHost`: a worker's stages, with the calls of a `StageHost`; each becomes a message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetero_framework.core.messages import Body, LoadKind, Message, StateKind
 from hetero_framework.core.spans import Span
 from hetero_framework.engine import stage_api as api
 from hetero_framework.engine import wire_forms
-from hetero_framework.engine.hosts import BatchInputs, Host, LinkLost, Links, StepResults
+from hetero_framework.engine.hosts import BatchInputs, LinkLost, Links, StepResults
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.errors import ProtocolError
 from hetero_framework.log import one_lines
@@ -29,8 +29,10 @@ class _PendingRequest:
     is_answer: Callable[[Any], bool]
 
 
-class RemoteHost(Host):
-    """One worker's stages. Each question is sent once over each link."""
+class RemoteHost:
+    """One worker's stages. Each question is sent once over each link. No method waits for the
+    worker: it answers None or False until the answer has come, and is called again. Methods raise
+    LinkLost when the link is gone."""
 
     def __init__(
         self,
@@ -105,14 +107,15 @@ class RemoteHost(Host):
                 raise ProtocolError(f"it reports norms or micro-batches that stage {index} lacks")
         return report
 
-    def commit(self, order: m.Commit, tied_weights: api.Tensors) -> api.Tensors:
+    def commit(self, order: m.Commit, tied_weights: api.Tensors) -> None:
+        """Have the worker commit and take over `tied_weights`, by source."""
         wanted = {source for targets in self._targets.values() for source in targets.values()}
         weights = {name: weight for name, weight in tied_weights.items() if name in wanted}
         self._commit, self._commit_step = wire_forms.commit_message(order, weights), order.step
         self._links.send(self.id, self._commit)
-        return {}
 
     def is_committed(self) -> bool:
+        """Whether the last `commit` is known to have been done."""
         return self._commit is None
 
     def repeat_commit(self) -> None:
@@ -121,9 +124,11 @@ class RemoteHost(Host):
             self._links.send(self.id, self._commit)
 
     def forget_commit(self) -> None:
+        """Forget an unconfirmed order: the run goes back to an earlier state."""
         self._commit, self._commit_step = None, -1
 
     def abort(self) -> bool:
+        """Forget the attempt. Once this is True no message of it is on its way."""
         question = Message(m.Abort(self._info.step, self._info.attempt))
         if self._ask(question, m.Aborted, lambda body: True) is None:
             return False
@@ -182,6 +187,7 @@ class RemoteHost(Host):
         return api.RewoundState(kept)
 
     def renew(self) -> None:
+        """Forget what is known of a former process: a new one has loaded the stages."""
         self._forget_questions()
         self._kept = None
         self.forget_commit()
@@ -203,7 +209,8 @@ class RemoteHost(Host):
         return taken
 
     def receive(self, message: Message, arrival: object) -> None:
-        """Take a message. Raises LinkLost for BYE, ProtocolError for an impossible message."""
+        """Take a message of the worker, with the result of `unpack`. Raises LinkLost for BYE,
+        ProtocolError for an impossible message."""
         try:
             self._receive(message, arrival)
         except ProtocolError as error:

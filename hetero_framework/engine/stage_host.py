@@ -27,15 +27,15 @@ from hetero_framework.engine.boundary_io import (
 )
 from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.expectation import Expectation
-from hetero_framework.engine.hosts import BatchInputs, Host
+from hetero_framework.engine.hosts import BatchInputs
 from hetero_framework.engine.out_of_memory import explaining
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.state_snapshot import digest
 from hetero_framework.errors import ProtocolError
 
 
-class StageHost(Host):
-    """A `Host` whose stages are in this process. `last_step` is the last step committed here (None:
+class StageHost:
+    """Stages that are in this process. `last_step` is the last step committed here (None:
     none yet); `schedule` is the schedule of the last step that began. A lack of memory raises
     StepOutOfMemory (the attempt may be repeated), but in a commit OutOfMemory, which is final."""
 
@@ -94,6 +94,8 @@ class StageHost(Host):
     def begin(
         self, info: api.StepInfo, schedule: StepSchedule, take: api.TakeEarly | None = None
     ) -> None:
+        """Begin a step, or begin it again, and forget what belongs to an earlier attempt. In a
+        summed step `take` gets gradients early, before their stage is done."""
         with self._explaining("begin of a step", info):
             failpoints.hit("step")
             self._device.reset_peak_memory()
@@ -109,6 +111,7 @@ class StageHost(Host):
             self.data(message, arrival)
 
     def feed(self, stage: int, micro_batch: int, names: Sequence[str], batch: BatchInputs) -> None:
+        """Give a stage the inputs of a micro-batch that it needs: `names` of `batch`."""
         with self._explaining(f"stage {stage}, inputs of micro-batch {micro_batch}", self.info):
             inputs = inputs_in(self._device, {name: batch.tensors[name] for name in names})
         info, shapes = self._executor.info, {name: t.shape for name, t in inputs.items()}
@@ -117,6 +120,7 @@ class StageHost(Host):
         self._executor.put_inputs(stage, micro_batch, inputs)
 
     def has_inputs(self, stage: int) -> bool:
+        """Whether inputs of a micro-batch wait for this stage."""
         return self._executor.has_inputs(stage)
 
     def data(self, message: Message, arrival: Any) -> None:
@@ -144,13 +148,18 @@ class StageHost(Host):
             executor.put_gradient(body.stage, body.micro_batch, here)
 
     def run_next(self) -> bool:
+        """Do one task in this thread; False if none is ready and has its turn."""
         return self._executor.run_next()
 
     @property
     def waits_s(self) -> float:
+        """See `Executor.waits_s`."""
         return self._executor.waits_s
 
     def gradients(self) -> list[api.GradientPart]:
+        """Gradients of stages that are done, each part once. A summed step gives all gradients, any
+        other step only gradients of weights tied to other stages. The caller releases them;
+        `load_state` brings the sums back."""
         info = self._executor.info
         if info is None or not info.train:
             return []
@@ -164,6 +173,7 @@ class StageHost(Host):
         return gradients
 
     def report(self) -> api.HostReport | None:
+        """The report, once in a training step, when all work is done and awaited sums are here."""
         info = self._executor.info
         if self._reported or info is None or not info.train or not self._executor.is_done:
             return None
@@ -191,7 +201,8 @@ class StageHost(Host):
         return api.HostReport(gradients, figures)
 
     def commit(self, order: m.Commit, tied_weights: api.Tensors | None = None) -> api.Tensors:
-        """Commit, or change nothing when repeated. Raises ProtocolError without the gradients."""
+        """Have the stages step their optimizers, or change nothing when repeated. Returns the new
+        weights that other stages are tied to. Raises ProtocolError without the gradients."""
         if self.last_step == order.step:
             return {}
         if not self.is_running(order.step, order.attempt):
@@ -211,16 +222,17 @@ class StageHost(Host):
         failpoints.hit("commit-done")
         return weights
 
-    def abort(self) -> bool:
+    def abort(self) -> None:
+        """Forget the attempt."""
         failpoints.hit("abort")
         self._io.flush()
         self._executor.abort()
-        return True
 
     # -- state ----------------------------------------------------------------------------------
 
     def snapshot(self, step: int | None) -> None:
-        """Keep the state after `step`. Raises ProtocolError if another step is committed."""
+        """Keep the state after `step` (None: before the first) readable for `state`, whatever is
+        committed later. Raises ProtocolError if another step is committed."""
         if self._snapshots and self._snapshot_step == step:
             return
         if self.last_step != step:
@@ -232,6 +244,8 @@ class StageHost(Host):
     def state(
         self, stage: int, kind: StateKind, number: int, step: int | None, names: Sequence[str] = ()
     ) -> api.StatePart:
+        """Part `number` of a stage's state after `step`, or of its present weights `names`. Asked
+        for in ascending order. The caller releases it."""
         live = self._executor.stage(stage)
         if kind == "weights":
             return live.weights(names, number)
@@ -256,6 +270,8 @@ class StageHost(Host):
         return part
 
     def rewind(self, step: int | None) -> api.RewoundState:
+        """Go back to the state after the commit of `step`. Stages that kept it take it over; others
+        get it with `load_state`."""
         kept = self._snapshots if self._keeps_state and self._snapshot_step == step else {}
         self._snapshots, self.last_step = kept, step
         digests = {}
@@ -266,6 +282,7 @@ class StageHost(Host):
         return api.RewoundState(digests)
 
     def load_state(self, stage: int, kind: LoadKind, number: int, part: api.StatePart) -> bool:
+        """Have a stage take over a part of its state."""
         failpoints.hit("load-state")
         if kind in ("gradients", "tied gradients"):
             self._take_sums(stage, kind, part)
@@ -289,9 +306,11 @@ class StageHost(Host):
             had.add(stage)
 
     def tied_weights(self) -> api.Tensors:
+        """The weights here that other stages are tied to."""
         return {name: w for stage in self.stages for name, w in stage.tied_weights().items()}
 
     def take_spans(self) -> list[Span]:
+        """Spans recorded since the last call; times are by this process's clock."""
         return self._meter.recorder.take()
 
     def flush(self) -> None:

@@ -35,7 +35,6 @@ from hetero_framework.core.spans import Recorder
 from hetero_framework.engine import state_snapshot, wire_forms
 from hetero_framework.engine.boundary_io import ArrivalMeter, unpack
 from hetero_framework.engine.hosts import (
-    Host,
     HostEvent,
     LinkLost,
     ReplicasChanged,
@@ -169,7 +168,7 @@ def make(
     remote = RemoteHost(*about, trained=trained, states=[*trained.values()])
     options = {"objective": CausalLM(None), "step_timeout_s": step_timeout_s, "trained": trained}
     ties = Ties({1: tied}, {0: list(tied.values())})
-    pipeline = Pipeline(STAGES, [host, remote], worker, worker.results, ties=ties, **options)
+    pipeline = Pipeline(STAGES, host, [remote], worker, worker.results, ties=ties, **options)
     return pipeline, worker, stage
 
 
@@ -454,7 +453,7 @@ def test_what_the_last_stage_gave_is_told_with_the_name_of_its_process(error: An
 ONE = torch.ones(1)
 
 
-class Holder(Host):
+class Holder:
     """A host that gives what is put into `parts`, once, and takes sums as soon as it `confirms`."""
 
     def __init__(self) -> None:
