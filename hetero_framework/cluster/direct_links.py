@@ -33,9 +33,8 @@ class _DirectLink:
     step."""
 
     is_open: bool = False
-    was_lost: bool = False
     is_back: bool = False  # open again: serves from the next step on
-    order: tuple[WorkerId, WorkerId] | None = None  # (dialler, other) of the last dial
+    order: tuple[WorkerId, WorkerId] | None = None  # (dialler, other) of the last dial after a loss
     redial_at: float = math.inf
     pause_s: float = 0.0
 
@@ -69,8 +68,8 @@ class DirectLinks:
         """Stop using the link of this pair; `dial_again` has it opened again."""
         one, other = sorted(pair, key=str)
         link = self._links.setdefault(pair, _DirectLink())
-        if not link.was_lost:
-            link.was_lost, link.order = True, (other, one)
+        if link.order is None:
+            link.order = other, one
         link.is_open = link.is_back = False
         link.redial_at = time.monotonic() + link.pause_s
         link.pause_s = min(timeouts.REDIAL_S, 2 * link.pause_s + 1)
@@ -134,7 +133,7 @@ class DirectLinks:
             if entry.problem is not None:
                 continue
             link = self._links.setdefault(frozenset((dialler, entry.id)), _DirectLink())
-            if not link.was_lost:
+            if link.order is None:
                 link.is_open = True
             else:
                 link.is_back, link.redial_at = True, math.inf

@@ -168,9 +168,8 @@ class WorkerLinks:
         self._stop = threading.Event()
         self._dialling: dict[WorkerId, Future[m.Welcome]] = {}
         self._awaited: dict[WorkerId, Future[_Reached]] = {}
-        is_called = any(worker.dials for worker in self._workers.values())
         dialling = [worker.id for worker in config.workers if worker.dials]
-        self._inbound = InboundWorkers(dialling, access, self._greet) if is_called else None
+        self._inbound = InboundWorkers(dialling, access, self._greet)
 
     @property
     def workers(self) -> list[WorkerId]:
@@ -199,7 +198,7 @@ class WorkerLinks:
     def listen(self) -> None:
         """Accept calls of workers without a port. Raises NetworkError, also for a host name that
         resolves to loopback on this machine (Debian's 127.0.1.1)."""
-        if self._inbound is None:
+        if not any(worker.dials for worker in self._workers.values()):
             return
         entry = self._config.coordinator
         others = [w for w in self._workers.values() if not addresses.is_local_address(w.ip)]
@@ -435,7 +434,6 @@ class WorkerLinks:
 
     def _await_call(self, worker: WorkerId, timeout_s: float, on_retry: OnRetry) -> Connection:
         """Wait for the call of a worker that dials; return its connection."""
-        assert self._inbound is not None
         began = time.monotonic()
         while (connection := self._inbound.take(worker)) is None:
             elapsed_s = time.monotonic() - began
@@ -592,8 +590,7 @@ class WorkerLinks:
     def close(self, goodbye: Message, drain_s: float = timeouts.DRAIN_S) -> None:
         """Say goodbye to all workers and close their links, in at most `drain_s` seconds."""
         self._stop.set()
-        if self._inbound is not None:
-            self._inbound.close()
+        self._inbound.close()
         deadline = time.monotonic() + drain_s
         dialling: list[Future[Any]] = [*self._dialling.values(), *self._awaited.values()]
         wait(dialling, max(0.0, deadline - time.monotonic()))
@@ -610,7 +607,6 @@ class WorkerLinks:
 
     def _received(self, connection: Connection, message: Message) -> None:
         if isinstance(message.body, m.Call):
-            assert self._inbound is not None
             self._inbound.admit(connection, message.body)
             return
         self._check_sender(connection, message.body)
@@ -659,8 +655,7 @@ class WorkerLinks:
         return (body.step, body.attempt) == self._current
 
     def _closed(self, connection: Connection, reason: HeteroError | None) -> None:
-        if self._inbound is not None:
-            self._inbound.gone(connection)
+        self._inbound.gone(connection)
         if connection.peer is None:
             return  # not identified yet
         if isinstance(reason, errors.ResourceError):

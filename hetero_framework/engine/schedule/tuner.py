@@ -14,8 +14,6 @@ from hetero_framework.config import StageSpec
 from hetero_framework.engine.schedule.simulator import Edge, Profile
 from hetero_framework.engine.schedule.tuning import TunedSchedule, tune
 
-WorkerId = int | str
-
 _WEIGHT = 0.5  # of the newest step in the running mean
 _ASSUMED_WIRE = 0.1  # of a stage's forward, until a step was measured
 

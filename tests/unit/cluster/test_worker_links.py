@@ -240,7 +240,7 @@ def test_worker_of_this_machine_that_is_killed_while_it_starts_is_started_again(
 
 def test_memory_that_ran_out_in_a_reader_is_raised_as_that() -> None:
     """To dial again would not help."""
-    made, wire = links(), SimpleNamespace(peer=1, fault=None)
+    made, wire = links(), SimpleNamespace(peer=1, stream=None, fault=None)
     made._closed(wire, ResourceError("memory ran out"))  # type: ignore[arg-type]
     with pytest.raises(ResourceError, match="memory ran out"):
         made.receive(0)
@@ -249,7 +249,8 @@ def test_memory_that_ran_out_in_a_reader_is_raised_as_that() -> None:
 def test_a_workers_protocol_error_is_raised_as_such() -> None:
     """It would do it again."""
     fault = ProtocolError("STATE out of order")
-    made, wire = links(), SimpleNamespace(peer=1, name="worker 1", fault=fault)
+    wire = SimpleNamespace(peer=1, name="worker 1", stream=None, fault=fault)
+    made = links()
     made._closed(wire, ProtocolError("worker 1: STATE out of order"))  # type: ignore[arg-type]
     with pytest.raises(ProtocolError, match=r"^worker 1: STATE out of order$"):
         made.receive(0)
