@@ -50,6 +50,8 @@ class Direct:
 class Links:
     """`WorkerLinks` without a wire. `events` are what `receive` gives or raises, in order."""
 
+    post = fail = None
+
     def __init__(self) -> None:
         self.workers = [1, 2]
         self.sent: list[tuple[Any, str]] = []

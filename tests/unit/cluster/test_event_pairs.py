@@ -40,6 +40,8 @@ RECEIVED = 4
 class World:
     """Links to two workers that do as they are told; `event` comes when so much was received."""
 
+    post = fail = None
+
     def __init__(self, event: str, after: int, states: dict[Any, WorkerState]) -> None:
         self.workers = [1, 2]
         self.ready: dict[Any, Ready] = {}
