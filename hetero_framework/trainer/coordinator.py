@@ -285,7 +285,7 @@ class _Call:
         observers.watch(extra_observers(watched, objects))
         make = chosen("plans", config, objects)
         plans = make(prepared, facts, survivors=self.replan) if make else Plans(prepared, facts)
-        make = chosen("replicas", config)
+        make = chosen("replicas", prepared.config)
         about = prepared, cluster, checkpoints, self._stop, self.islands
         replicas: ReplicaGroup = make(*about) if make else Single()
         plans.planned_s = prediction.step_s if prediction is not None else None
