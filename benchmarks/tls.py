@@ -22,7 +22,7 @@ from benchmarks.machines import run_program
 from benchmarks.network import RATES_BIT_S, Network, open_network
 from benchmarks.pipeline import Engine, Product, time_limit
 from benchmarks.stages import Llama, Load
-from hetero_framework.core.same_machine import OFF
+from hetero_framework.core.tls import OFF
 from hetero_framework.security.certificates import ensure_authority, issue_missing
 from hetero_framework.security.keys import KeyDirectory
 

@@ -1,10 +1,10 @@
 """One tensor from process to process: `Link` against a bare socket loop and gloo; with TLS, against
-Python's `ssl` alone; and over the Unix socket of one machine.
+Python's `ssl` alone; and as processes of one machine go on after TLS ("local").
 
     python -m benchmarks.transport --mb 16
     python -m benchmarks.transport --mb 16 --relay
     python -m benchmarks.transport --mb 0
-    python -m benchmarks.transport --engines tls,ssl,unix
+    python -m benchmarks.transport --engines tls,ssl,local
 
 Every engine has its own connection over the loopback from this process to a receiving one; with
 `--relay` a third process stands between them and passes everything on. In each round all engines
@@ -48,14 +48,13 @@ from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.frames import WireTensor
 from hetero_framework.core.link import Link
 from hetero_framework.core.messages import Abort, Aborted, Forward, Message
-from hetero_framework.core.same_machine import OFF
 from hetero_framework.core.stream import PlainStream, Stream
 from hetero_framework.errors import HeteroError
 
-ENGINES = ("link", "bare", "gloo", "tls", "ssl", "unix")
+ENGINES = ("link", "bare", "gloo", "tls", "ssl", "local")
 _DEFAULT = "link,bare,gloo"
-_KEYED = {"tls", "ssl", "unix"}
-_AGAINST = {"link": ("bare", "gloo"), "tls": ("ssl", "bare"), "unix": ("tls", "bare")}
+_KEYED = {"tls", "ssl", "local"}
+_AGAINST = {"link": ("bare", "gloo"), "tls": ("ssl", "bare"), "local": ("tls", "bare")}
 _WARM_UP = 5  # buffers and the kernel's windows
 _SMALL_BYTES = 40  # a message without a tensor has about as many
 _RELAY_PIECE_BYTES = 1 << 18
@@ -199,7 +198,7 @@ def _stream(engine: str, sock: socket.socket, keys: str, *, server: bool) -> Str
     plain = PlainStream(sock)
     if engine == "link":
         return plain
-    os.environ[OFF] = "on" if engine == "unix" else "off"
+    os.environ[tls.OFF] = "on" if engine == "local" else "off"
     context = _context(keys, server=server)
     if server:
         return tls.accept(plain, context, lambda *_: None, {})[0]

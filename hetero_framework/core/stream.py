@@ -25,6 +25,8 @@ _SMALL_BYTES = 64 * 1024
 _UNSENT_BYTES = 64 * 1024
 """Most bytes that the system holds unsent: urgent bytes then pass a frame that is being written,
 and a frame that pauses does pause."""
+_LOCAL_UNSENT_BYTES = 1 << 20
+"""The same where the peer is on this machine: fewer wake-ups, and nobody else to wait for."""
 _NOTSENT_LOWAT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 _TICKED = (TimeoutError, BlockingIOError, InterruptedError)
 """Raised by a socket call when the tick is over and nothing was moved."""
@@ -88,8 +90,7 @@ class PlainStream:
         # The kernel sizes its buffers itself; a fixed SO_SNDBUF/SO_RCVBUF would switch that off.
         with contextlib.suppress(OSError):  # not every socket is TCP (tests use socket pairs)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if _NOTSENT_LOWAT is not None:
-                sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT_BYTES)
+            self._hold_unsent(_UNSENT_BYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     @property
@@ -98,6 +99,23 @@ class PlainStream:
             return ":".join(map(str, self._socket.getpeername()[:2]))
         except OSError:
             return "a peer that is gone"
+
+    def ends(self) -> list[tuple[str, int]]:
+        """Host and port of both ends, sorted, so the other end has the same list; an empty list
+        for a socket without them. Raises OSError."""
+        if self._socket.family not in (socket.AF_INET, socket.AF_INET6):
+            return []
+        return sorted(s[:2] for s in (self._socket.getsockname(), self._socket.getpeername()))
+
+    def become_local(self) -> None:
+        """Note that the stream passes no network interface."""
+        self.local = True
+        with contextlib.suppress(OSError):
+            self._hold_unsent(_LOCAL_UNSENT_BYTES)
+
+    def _hold_unsent(self, most_bytes: int) -> None:
+        if _NOTSENT_LOWAT is not None:
+            self._socket.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, most_bytes)
 
     def set_tick(self, seconds: float) -> None:
         if sys.platform == "win32":

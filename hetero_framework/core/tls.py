@@ -4,13 +4,18 @@ OpenSSL checks that the other side's certificate comes from this cluster's autho
 `admit` checks its content, before a byte of the protocol is read. A connection reads in one thread
 and writes in others, while OpenSSL's object allows one thread at a time. So that object works on
 memory under a lock, and the socket is read and written outside of the lock.
+
+Within one machine a connection leaves TLS once it has shown each side who the other is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
+import logging
+import os
 import ssl
 import struct
 import threading
@@ -21,16 +26,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.core import same_machine, timeouts
+from hetero_framework.core import addresses, timeouts
 from hetero_framework.core.dial import HANDSHAKE_HINT
 from hetero_framework.core.frames import PIECE_BYTES
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.send_queue import drop_sent
-from hetero_framework.core.stream import Stream
+from hetero_framework.core.stream import PlainStream, Stream
 from hetero_framework.errors import IdentityError
 from hetero_framework.log import one_line
 
+_log = logging.getLogger(__name__)
 ALPN = "hetero/1"
+OFF = "HETERO_LOCAL_SOCKETS"
+"""With "off" in this variable of the environment a process keeps to TLS."""
+_SAME_MACHINE = "same_machine"
 _CIPHERTEXT_BYTES = 1 << 18
 _PLAIN_BYTES = 2 * (PIECE_BYTES + 1)
 """Most bytes that are read from the socket, or encrypted, at a time."""
@@ -98,9 +107,9 @@ def _no_password() -> str:
 def dial(
     plain: Stream, made: ssl.SSLContext, admit: Admit, note: dict[str, Any], who: str
 ) -> Stream:
-    """The encrypted stream to the side that was dialled, which has admitted us, or a Unix socket in
-    its place (`same_machine.py`). Raises IdentityError when one side refuses the other, and OSError
-    for a failure that may pass; either closes `plain`."""
+    """The encrypted stream to the side that was dialled, which has admitted us; `plain` itself if
+    it stays on this machine. Raises IdentityError when one side refuses the other, and OSError for
+    a failure that may pass; either closes `plain`."""
     with contextlib.ExitStack() as on_error:
         on_error.callback(plain.close)
         stream = TlsStream(plain, made, server=False)
@@ -109,16 +118,19 @@ def dial(
             stream.shake_hands(deadline)
             if (why := admit(stream.certificate(), {})) is not None:
                 raise IdentityError(f"{who} is not who it should be: {why}")
-            local = same_machine.Offer()
-            stream.send_note(note | local.note, deadline)
+            here = _place(plain)
+            stream.send_note({**note, _SAME_MACHINE: here}, deadline)
             answer = stream.receive_note(deadline)
+            there = answer.pop(_SAME_MACHINE, None)
             if (refused := answer.get("refused")) is not None:
                 raise IdentityError(f"{who} refused this machine: {one_line(str(refused))}")
             if (why := admit(stream.certificate(), answer)) is not None:
                 raise IdentityError(f"{who} is not wanted any more: {why}")
-            found = local.join(stream, answer, who, deadline)
+            leaves = here is not None and there == here
+            if leaves:
+                _say_left(plain, deadline)
         on_error.pop_all()
-        return found
+        return _without_tls(plain, who) if leaves else stream
 
 
 def accept(
@@ -134,14 +146,57 @@ def accept(
             stream.shake_hands(deadline)
             certificate = stream.certificate()
             theirs = stream.receive_note(deadline)
+            here, there = _place(plain), theirs.pop(_SAME_MACHINE, None)
             if (why := admit(certificate, theirs)) is not None:
                 stream.send_note({"refused": why}, deadline)
                 raise IdentityError(why)
-            with contextlib.closing(same_machine.Rendezvous(theirs)) as local:
-                stream.send_note(note | local.note, deadline)
-                found = local.meet(stream, str(certificate.identity), deadline)
+            leaves = here is not None and there == here
+            stream.send_note({**note, _SAME_MACHINE: here if leaves else None}, deadline)
+            if leaves:
+                _await_left(plain, deadline)
         on_error.pop_all()
-        return found, certificate
+        return _without_tls(plain, str(certificate.identity)) if leaves else stream, certificate
+
+
+def _place(plain: Stream) -> str | None:
+    """A hash of this machine's boot, the network namespace, and the addresses of both ends. Only
+    the other end of the same connection has the same hash: a tunnel or proxy in between would have
+    a connection of its own to each side, and a kernel has no two with equal ends. None where the
+    hosts of the ends differ, so that bytes may pass an interface, and where TLS has to stay."""
+    if os.environ.get(OFF) == "off" or not isinstance(plain, PlainStream):
+        return None
+    try:
+        ends = plain.ends()
+        # Only Linux has these files.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        network = os.readlink("/proc/self/ns/net")
+    except OSError:
+        return None
+    hosts = {host for host, _ in ends}
+    if not (len(hosts) == 1 or (hosts and all(map(addresses.is_loopback, hosts)))):
+        return None
+    return hashlib.sha256(repr((boot, network, ends)).encode()).hexdigest()
+
+
+def _say_left(plain: Stream, deadline: float) -> None:
+    """Send the first byte without TLS: this side has read all that was encrypted."""
+    while not plain.write(deque([memoryview(b"\0")])):
+        _check(deadline)
+
+
+def _await_left(plain: Stream, deadline: float) -> None:
+    """Wait for that byte. What is sent before it, the dialler would still take for TLS."""
+    while (count := plain.read(memoryview(bytearray(1)))) is None:
+        _check(deadline)
+    if not count:
+        raise ConnectionResetError
+
+
+def _without_tls(plain: Stream, who: str) -> Stream:
+    assert isinstance(plain, PlainStream)  # as `_place` found
+    plain.become_local()
+    _log.info("%s is on this machine: the link goes on without encryption", who)
+    return plain
 
 
 _MEANINGS = {

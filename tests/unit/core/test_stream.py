@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hetero_framework.core import same_machine, tls
+from hetero_framework.core import tls
 from hetero_framework.core.dial import Listener, connect
 from hetero_framework.core.send_queue import drop_sent
 from hetero_framework.core.stream import PlainStream, Stream
@@ -52,14 +52,14 @@ def over_tls(folder: Path) -> Pair:
     return dialled, accepted.result(WAIT_S)[0]
 
 
-@pytest.fixture(params=["socket pair", "TCP", "TLS", "Unix socket"])
+@pytest.fixture(params=["socket pair", "TCP", "TLS", "out of TLS"])
 def ends(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Pair]:
-    monkeypatch.setenv(same_machine.OFF, "on" if request.param == "Unix socket" else "off")
+    monkeypatch.setenv(tls.OFF, "off" if request.param == "TLS" else "on")
     kinds = {
         **{"socket pair": over_a_socket_pair, "TCP": over_tcp},
-        **dict.fromkeys(("TLS", "Unix socket"), lambda: over_tls(tmp_path)),
+        **dict.fromkeys(("TLS", "out of TLS"), lambda: over_tls(tmp_path)),
     }
     pair = kinds[request.param]()
     for stream in pair:

@@ -1,25 +1,29 @@
-"""Handshakes that must fail, and the error on each side. Wrong peers are made with Python's ssl
-module and with certificates of their own."""
+"""Handshakes that must fail, and the error on each side; and which connections leave TLS. Wrong
+peers are made with Python's ssl module and with certificates of their own."""
 
 from __future__ import annotations
 
 import socket
 import ssl
+import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hetero_framework.core import same_machine, timeouts, tls
-from hetero_framework.core.stream import PlainStream
+from hetero_framework.core import timeouts, tls
+from hetero_framework.core.dial import Listener, connect
+from hetero_framework.core.stream import PlainStream, Stream
 from hetero_framework.core.threads import in_background
 from hetero_framework.core.tls import Certificate, TlsStream
 from hetero_framework.errors import IdentityError
 from tests.certificates import keys_of
+from tests.fault_proxy import FaultProxy
 from tests.waiting import WAIT_S
 
 Peer = Callable[[socket.socket], Any]
@@ -27,11 +31,6 @@ Peer = Callable[[socket.socket], Any]
 
 def admit_all(certificate: Certificate, note: dict[str, Any]) -> None:
     return None
-
-
-@pytest.fixture(autouse=True)
-def _tls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(same_machine.OFF, "off")
 
 
 @pytest.fixture
@@ -272,3 +271,94 @@ def test_damaged_key_file_is_named(damage: str, tmp_path: Path) -> None:
         tls.context(file, server=True)
     assert found.value.exit_code == 3
     assert "hetero invite" in str(found.value.hint)
+
+
+@pytest.fixture
+def meet(context: Any, stack: ExitStack) -> Callable[..., list[Stream]]:
+    """The streams of the dialler and of the acceptor, over TCP. `proxied`: a program stands in
+    between."""
+
+    def met(*, proxied: bool = False) -> list[Stream]:
+        listener = stack.enter_context(closing(Listener("127.0.0.1", 0)))
+        port = listener.port
+        if proxied:
+            proxy = FaultProxy(("127.0.0.1", port), follows_frames=False)
+            stack.callback(proxy.stop)
+            port = proxy.port
+        server, client = context(1, server=True), context("local", server=False)
+        accepted = in_background(
+            lambda: tls.accept(listener.accept(), server, admit_all, {})[0], "accept"
+        )
+        dialled = connect(
+            "127.0.0.1",
+            port,
+            WAIT_S,
+            secure=lambda plain: tls.dial(plain, client, admit_all, {}, "worker 1"),
+        )
+        stack.callback(dialled.close)
+        stack.callback(accepted.result(WAIT_S).close)
+        return [dialled, accepted.result()]
+
+    return met
+
+
+def kinds(streams: list[Stream]) -> set[type]:
+    """The streams' types, once bytes have passed both ways."""
+    for near, far in (streams, streams[::-1]):
+        view = memoryview(bytearray(5))
+        assert near.write(deque([memoryview(b"hello")])) == 5
+        assert far.read(view, fill=True) == 5
+        assert bytes(view) == b"hello"
+    return {type(stream) for stream in streams}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_connection_within_one_machine_leaves_tls(
+    meet: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(tls.OFF, "on")
+    caplog.set_level("INFO")
+    streams = meet()
+    assert kinds(streams) == {PlainStream}
+    assert [stream.local for stream in streams] == [True, True]
+    for who in ("worker 1", "the coordinator"):
+        assert f"{who} is on this machine: the link goes on without encryption" in caplog.text
+
+
+def test_a_connection_through_another_program_keeps_tls(meet: Any) -> None:
+    assert kinds(meet(proxied=True)) == {TlsStream}
+
+
+@pytest.mark.parametrize(
+    "places", [("a", None), (None, "a"), (None, None), ("a", "b"), ({"nonce": "a"}, "a")]
+)
+def test_other_machines_and_namespaces_keep_tls(
+    places: tuple[Any, Any], meet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter(places)  # of the dialler, then of the acceptor
+    monkeypatch.setattr(tls, "_place", lambda plain: next(found))
+    assert kinds(meet()) == {TlsStream}
+
+
+@pytest.mark.parametrize("ends", [[], [("10.0.0.1", 1), ("10.0.0.2", 2)]])
+def test_ends_on_two_hosts_are_no_place(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tls.OFF, "on")
+    monkeypatch.setattr(PlainStream, "ends", lambda stream: ends)
+    one, other = socket.socketpair()
+    with one, other:
+        assert tls._place(PlainStream(one)) is None
+
+
+def test_leaving_tls_can_be_switched_off(meet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tls.OFF, "off")
+    assert kinds(meet()) == {TlsStream}
+
+
+def test_the_acceptor_does_not_wait_for_ever_for_the_dialler_to_leave(
+    meet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "_place", lambda plain: "here")
+    monkeypatch.setattr(tls, "_say_left", lambda plain, deadline: None)
+    monkeypatch.setattr(timeouts, "STRANGER_S", 0.5)
+    with pytest.raises(TimeoutError, match="did not complete the handshake in time"):
+        meet()
