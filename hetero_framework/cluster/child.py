@@ -1,4 +1,4 @@
-"""Starts, describes and ends worker processes as children, each with a life line.
+"""Starts, describes and ends child processes, each with a life line.
 
 A child's standard input is its life line, a pipe that only the parent holds open. It closes when
 the parent ends, in any way and on any system, and then the child ends too.
@@ -7,7 +7,6 @@ the parent ends, in any way and on any system, and then the child ends too.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -22,15 +21,10 @@ from typing import IO
 import psutil
 
 import hetero_framework
-from hetero_framework import control
 from hetero_framework.cluster import oom_killer
-from hetero_framework.cluster.roles import threads_for
-from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.files import write_file
 from hetero_framework.errors import PeerLostError
-from hetero_framework.file_trust import refuse_link
 
 PROGRAM = (sys.executable, "-m", "hetero_framework", "worker")
 _PASSED = re.compile(
@@ -91,32 +85,6 @@ def start(
         start_new_session=os.name != "nt",
         creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
     )
-
-
-class Spawner:
-    """Starts worker processes that read exactly this configuration, overrides included. Without
-    `hub_token` the workers do not get the user's token of the hub."""
-
-    def __init__(
-        self, config: Config, program: Sequence[str], *, debug: bool, hub_token: bool = True
-    ) -> None:
-        self.config, self._hub_token = config, hub_token
-        self.log_dir = config.output_dir / "logs"
-        refuse_link(self.log_dir)
-        self.log_dir.mkdir(parents=True, exist_ok=True)
-        snapshot = self.log_dir / "config.json"
-        write_file(snapshot, json.dumps(config.to_dict(), indent=2).encode() + b"\n")
-        self._command = [*program, "--supervised", "--config", str(snapshot)]
-        self._command += ["--base-dir", str(config.base_dir)] + ["--debug"] * debug
-        for file in control.imported_files():
-            self._command += ["--import", str(file)]
-
-    def spawn(self, worker_id: WorkerId, output: IO[bytes] | int) -> subprocess.Popen[bytes]:
-        """Start a worker; its output goes to `output`."""
-        env = environment(hub_token=self._hub_token)
-        env["OMP_NUM_THREADS"] = str(threads_for(self.config, worker_id))
-        command = [*self._command, "--worker-id", str(worker_id)]
-        return start(command, env, output, subprocess.STDOUT)
 
 
 def serving(worker_id: WorkerId, port: int) -> int | None:

@@ -64,7 +64,7 @@ def serve(
     access = access_for(config, worker_ids[0], arguments)
     if not supervised:
         from hetero_framework.cluster.child import PROGRAM
-        from hetero_framework.cluster.supervisor import run_workers
+        from hetero_framework.cluster.local_workers import run_workers
 
         for worker_id in worker_ids[1:]:
             access_for(config, worker_id, arguments)

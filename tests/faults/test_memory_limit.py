@@ -53,7 +53,7 @@ def test_f31_a_worker_killed_over_its_memory_limit_changes_no_result(
     assert started is not None, site.said()
     limited.write_text(started[1])
     assert process.wait(WAIT_S) == 0, site.said()
-    said = r"worker 1: it ended with signal SIGKILL \(out of memory.*\); started again"
+    said = r"worker 1: it ended with signal SIGKILL \(out of memory.*\); it is started again"
     assert re.search(said, site.said()), site.said()
     assert site.weights() == whole
     figure("a memory limit on a worker", "killed, bit-equal", "bit-equal")

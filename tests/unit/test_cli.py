@@ -366,7 +366,7 @@ def test_ctrl_c_while_the_libraries_are_imported_waits_for_no_worker(
 def test_train_on_a_workers_machine_serves_that_worker(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hetero_framework.cluster import supervisor
+    from hetero_framework.cluster import local_workers
 
     calls: list[Any] = []
 
@@ -374,7 +374,7 @@ def test_train_on_a_workers_machine_serves_that_worker(
         calls.append((ids, options["keep"]))
         return 75
 
-    monkeypatch.setattr(supervisor, "run_workers", run_workers)
+    monkeypatch.setattr(local_workers, "run_workers", run_workers)
     assert cli.main(["train", "--config", str(config_file), "--worker-id", "1"]) == 75
     assert cli.main(["worker", "--keep", "--config", str(config_file)]) == 75
     assert calls == [((1,), False), ((1,), True)]

@@ -267,7 +267,7 @@ arrow.json chat_template.json dataset_dict.json alias_names.json alias_settings.
 alias_trainers.json dataset_info.json
 known_devices.json preprocessor_config.json processor_config.json state.json tokenizer.json
 tokenizer_config.json
-train.jsonl rows.jsonl video_preprocessor_config.json workers.log
+train.jsonl rows.jsonl video_preprocessor_config.json
 """
 
 

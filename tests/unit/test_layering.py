@@ -252,7 +252,7 @@ def test_light_modules_do_not_import_torch() -> None:
     light = "hetero_framework, hetero_framework.config, hetero_framework.cli"
     light += ", hetero_framework.core.frames, hetero_framework.core.session"
     light += ", hetero_framework.control, hetero_framework.cluster.roles"
-    light += ", hetero_framework.cluster.supervisor"
+    light += ", hetero_framework.cluster.local_workers"
     code = (
         f"import sys, {light}\n"
         "hetero_framework.cli.build_parser().format_help()\n"

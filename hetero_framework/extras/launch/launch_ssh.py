@@ -13,15 +13,14 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from hetero_framework._version import __version__
 from hetero_framework.cluster.child import describe_exit, end_processes
+from hetero_framework.cluster.local_workers import print_lines
 from hetero_framework.cluster.stop_signals import signals_passed_to
-from hetero_framework.cluster.supervisor import print_lines
 from hetero_framework.commands.options import key_directory
 from hetero_framework.config import Config, process_name
 from hetero_framework.core import timeouts
@@ -176,7 +175,7 @@ def _run(commands: dict[Launched, list[str]]) -> int:
                         start_new_session=True,  # a terminal's Ctrl-C is for the launcher alone
                     )
                     name = process_name(process.id)
-                    printers.append(print_lines(child, f"{name} | ", deque(maxlen=1)))
+                    printers.append(print_lines(child, f"{name} | "))
                 for process in [p for p, child in children.items() if child.poll() is not None]:
                     code = children.pop(process).returncode
                     if process.id == "local":

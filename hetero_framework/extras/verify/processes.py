@@ -14,10 +14,9 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hetero_framework.cluster.child import PROGRAM, Spawner, end_processes
+from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import Config
 from hetero_framework.config.objectives import Task
-from hetero_framework.core import timeouts
 from hetero_framework.core.dial import Listener
 from hetero_framework.errors import HeteroError
 from hetero_framework.extras.verify.verification import EQUAL, Verified
@@ -57,13 +56,9 @@ def real_workers() -> Iterator[Callable[[Verified], str]]:
         about = {"coordinator": machines[0], "workers": workers}
         plan = [{"id": k or "local", "start": k, "end": k + 1} for k in range(3)]
         known = {**about, "shard_plan": plan, "training": {"output_dir": str(folder)}}
-        spawner = Spawner(Config.from_dict(known), [*PROGRAM, "--keep"], debug=False)
-        with (folder / "workers.log").open("wb") as log:
-            processes = [spawner.spawn(number, log) for number in (1, 2)]
-            try:
-                yield lambda result: _tried(result, about, folder) if result.task in _ROWS else ""
-            finally:
-                end_processes(processes, timeouts.EXIT_S)
+        with LocalWorkers(Config.from_dict(known), (1, 2), keep=True) as processes:
+            processes.start()
+            yield lambda result: _tried(result, about, folder) if result.task in _ROWS else ""
 
 
 def _tried(result: Verified, about: dict[str, Any], folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Starting and ending are tested where they are used: local workers and the supervisor."""
+"""Starting and ending are tested where they are used: test_local_workers.py, test_supervisor.py."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 
 from hetero_framework.cluster import oom_killer
 from hetero_framework.cluster.child import environment
-from hetero_framework.cluster.local_workers import LocalWorkers
+from hetero_framework.cluster.local_workers import MAX_DEATHS, LocalWorkers, RestartPolicy
 from hetero_framework.config import Config
 from hetero_framework.core.dial import Listener
+from hetero_framework.core.timeouts import DEATHS_S
 from hetero_framework.errors import ResourceError, UserError
 from tests.unit.cluster.conftest import parent, stand_in
 from tests.waiting import is_running, wait_until
@@ -145,10 +147,10 @@ def test_workers_get_the_hubs_token_for_a_model_of_the_hub_alone(
 
 def test_worker_that_ends_is_reported_with_its_last_lines_and_replaced(started: Any) -> None:
     workers = ended(started("fail", 1, 2), 2)
-    end = workers._exit_of(2)
-    assert (end.worker_id, end.code) == (2, 6)
-    assert end.last_lines[-1] == "the reason"
-    assert "worker 2 ended with exit code 6; the end of its log:\n" in str(end)
+    end = workers.exit_text(2)
+    assert end is not None
+    assert end.startswith("worker 2 ended with exit code 6; the end of its log:\n")
+    assert end.endswith("\n    the reason")
     first = pids(workers)[1]
     workers.start()
     assert pids(workers)[1] == first
@@ -203,7 +205,6 @@ def test_worker_whose_place_another_process_has_taken_is_not_started_again(
 def test_worker_starts_once_that_of_another_session_is_gone(config: Config) -> None:
     listener = Listener("127.0.0.1", config.worker(1).port)
     with local(config, (1,), "wait") as workers:
-        workers.start_missing(1)  # before `start` there is nothing to start it with
         workers.start()
         workers.start_missing(1)
         assert not workers.starts(1)
@@ -281,3 +282,38 @@ def test_program_that_cannot_be_started_is_a_resource_error(config: Config) -> N
     workers = LocalWorkers(config, (1,), program=["/does/not/exist"])
     with pytest.raises(ResourceError, match="cannot start the workers"):
         workers.start()
+
+
+# ---- when a dead worker is started again
+
+
+def pauses(*deaths_s: float) -> list[float | None]:
+    policy = RestartPolicy()
+    return [policy.died(at) for at in deaths_s]
+
+
+def test_the_first_restart_is_at_once_and_the_next_ones_wait_longer() -> None:
+    assert pauses(100.0, 101.0, 103.0, 106.0) == [0.0, 1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("between_s", [0.0, 1.0, DEATHS_S / (MAX_DEATHS - 1)])
+def test_five_deaths_within_ten_minutes_are_too_many(between_s: float) -> None:
+    found = pauses(*(7.0 + between_s * k for k in range(5)))
+    assert None not in found[:4]
+    assert found[4] is None
+
+
+def test_further_deaths_after_too_many_are_too_many() -> None:
+    assert pauses(*([1.0] * 7))[4:] == [None] * 3
+
+
+def test_rarer_deaths_are_never_too_many_and_cost_short_pauses_only() -> None:
+    """As where a machine loses its worker every few minutes, for days."""
+    found = pauses(*(160.0 * k for k in range(2000)))
+    assert found[:4] == [0.0, 1.0, 2.0, 4.0]
+    assert set(found[4:]) == {4.0}
+
+
+def test_ten_minutes_without_a_death_begin_anew() -> None:
+    times = accumulate([0.0, 1.0, 1.0, DEATHS_S + 1.0, 1.0])
+    assert pauses(*times) == [0.0, 1.0, 2.0, 0.0, 1.0]

@@ -18,9 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from hetero_framework.cluster import supervisor
-from hetero_framework.cluster.restart_policy import RestartPolicy
-from hetero_framework.cluster.supervisor import run_workers
+from hetero_framework.cluster import local_workers
+from hetero_framework.cluster.local_workers import RestartPolicy, run_workers
 from hetero_framework.config import Config
 from hetero_framework.core import timeouts
 from hetero_framework.core.threads import in_background
@@ -103,7 +102,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
             pause_s = super().died(now_s)
             return None if pause_s is None else pause_s / 100
 
-    monkeypatch.setattr(supervisor, "RestartPolicy", Quick)
+    monkeypatch.setattr(local_workers, "RestartPolicy", Quick)
 
 
 def events(config: Config) -> list[dict[str, Any]]:
@@ -165,14 +164,16 @@ def test_a_killed_worker_is_started_again(serve: Any, config: Config, capfd: Any
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_fifth_death_in_ten_minutes_ends_it_with_the_reason(serve: Any, config: Config) -> None:
+def test_the_fifth_death_in_ten_minutes_ends_it_with_the_reason(
+    serve: Any, config: Config, capfd: pytest.CaptureFixture[str]
+) -> None:
     served = serve("bug")
     error = served.running.exception(WAIT_S)
     assert isinstance(error, PeerLostError)
     assert error.exit_code == 4
     said = str(error)
     assert "worker 1 has died 5 times in ten minutes; it ended with exit code 1" in said
-    assert "AssertionError: the last line" in said
+    assert capfd.readouterr().err.count("AssertionError: the last line") == 5
     assert [entry["what"] for entry in events(config)] == ["worker restarted"] * 4
 
 
@@ -181,7 +182,7 @@ def test_the_fifth_death_in_ten_minutes_ends_it_with_the_reason(serve: Any, conf
 PARENT = """
 import json, sys
 from hetero_framework.config import Config
-from hetero_framework.cluster.supervisor import run_workers
+from hetero_framework.cluster.local_workers import run_workers
 raw, base, program = json.loads(sys.argv[1])
 sys.exit(run_workers(Config.from_dict(raw, base), (1, 2), program=program))
 """

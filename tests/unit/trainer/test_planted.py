@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hetero_framework import log
-from hetero_framework.cluster.child import Spawner
+from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.cluster.run_id import RUN_FILE, run_id_of
 from hetero_framework.config import PLAN_FILE, Config, with_saved_plan
 from hetero_framework.errors import CheckpointError, ConfigError, StoppedEarly
@@ -216,7 +216,7 @@ def test_no_worker_is_started_with_logs_elsewhere(alone: Alone, tmp_path: Path) 
     before = content(target := precious(tmp_path, "logs"))
     link(config, "logs", target)
     with pytest.raises(ConfigError, match="logs is a symbolic link"):
-        Spawner(config, ["true"], debug=False)
+        LocalWorkers(config, ()).start()
     assert content(target) == before
 
 
