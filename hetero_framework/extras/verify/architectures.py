@@ -61,61 +61,61 @@ def write_architectures(results: Sequence[Verified], path: Path) -> None:
     """Write the table of all architectures as Markdown."""
     results = sorted(results, key=lambda r: r.model_type)
     texts = [r for r in results if r.task == "causal-lm"]
-    groups: dict[str, list[Verified]] = {"bit-equal": [], "within tolerance": [], "refused": []}
-    for result in texts:
-        groups[result.verdict].append(result)
-    packed = [(r.model_type, r.packing) for r in texts]
-    packing = {name: p.attention for name, p in packed if p and not p.reason}
-    alone = sorted(name for name, attention in packing.items() if attention == "per_sample")
-    masked = sorted(packing.keys() - set(alone))
-    passed = len(texts) - len(groups["refused"])
     images = [r for r in results if r.task == "image-classification"]
+    passed = [r for r in texts if r.passed]
+    equal = [r.model_type for r in passed if r.verdict == "bit-equal"]
     equal_images = [r.model_type for r in images if r.passed]
-    close = [
-        f"| {_subject(r)} | {r.loss_difference:.1e} | {r.gradient_difference:.1e} |"
-        f" {r.weight_difference:.1e} | {r.reason} |"
-        for r in results
-        if r.verdict == "within tolerance"
-    ]
-    rounded = [r for r in results if r.passed and r.half]
-    crossing = {r.model_type: r.crossing for r in results if r.passed and r.crossing}
+    packings = {r.model_type: p.attention for r in texts if (p := r.packing) and not p.reason}
+    alone = sorted(name for name, attention in packings.items() if attention == "per_sample")
+    close = {_subject(r): _differences(r) for r in results if r.verdict == "within tolerance"}
+    rounded = {_subject(r): r.half for r in results if r.passed and r.half}
     run = [r for r in results if r.processes]
     differing = {_subject(r): r.processes for r in run if r.processes != EQUAL}
-    refused = [f"| {_subject(r)} | {r.reason.replace('|', '/')} |" for r in results if not r.passed]
+    refused = {_subject(r): r.reason.replace("|", "/") for r in results if not r.passed}
     text = _TABLE.format(
         made=f"Made by `hetero verify --all` on {date.today().isoformat()} with transformers"
         f" {transformers.__version__}, torch {torch.__version__}, Python"
         f" {platform.python_version()} on {platform.system()} {platform.machine()},"
         f" threads: {torch.get_num_threads()}.",
         steps=STEPS,
-        counts=f"{passed} of {len(texts)} pass: {len(groups['bit-equal'])} to the bit,"
-        f" {len(groups['within tolerance'])} within tolerance; {len(texts) - passed} are refused."
-        f" {len(packing)} can be trained without padding (`data.padding_free`).",
+        counts=f"{len(passed)} of {len(texts)} pass: {len(equal)} to the bit,"
+        f" {len(passed) - len(equal)} within tolerance; {len(texts) - len(passed)} are refused."
+        f" {len(packings)} can be trained without padding (`data.padding_free`).",
         texts=_objectives("causal-lm"),
         objectives="\n".join(_by_objective(results)),
         images=_objectives("image-classification"),
         equal_images=f"{len(equal_images)} of {len(images)}",
         passed_images=_names(equal_images),
-        equal=_names(r.model_type for r in groups["bit-equal"]),
-        close="\n".join([_CLOSE, *close]) if close else "none",
-        exact=passed - sum(r.task == "causal-lm" for r in rounded),
-        rounded=_rows(_ROUNDED, {_subject(r): r.half for r in rounded}),
-        crossing=_rows(_CROSSING, {f"`{name}`": text for name, text in crossing.items()}),
+        equal=_names(equal),
+        close=_rows("architecture | loss | gradients | weights after training | where", close),
+        exact=sum(not r.half for r in passed),
+        rounded=_rows("architecture | what a step in three shards does", rounded),
+        crossing=_rows(
+            "architecture | what crosses, with the widths of a tiny copy",
+            {f"`{r.model_type}`": r.crossing for r in results if r.passed and r.crossing},
+        ),
         run=f"{len(run) - len(differing)} of {len(run)} that were tried"
         if run
         else "None was tried",
-        differing=_rows(_DIFFERING, differing),
+        differing=_rows("architecture | in three processes", differing),
         alone=_names(alone),
-        masked=_names(masked),
-        refused="\n".join(refused),
+        masked=_names(sorted(packings.keys() - {*alone})),
+        refused=_rows("architecture | reason", refused),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, text.encode())
 
 
+def _differences(r: Verified) -> str:
+    numbers = (r.loss_difference, r.gradient_difference, r.weight_difference)
+    return " | ".join([*(f"{number:.1e}" for number in numbers), r.reason])
+
+
 def _rows(head: str, rows: Mapping[str, str]) -> str:
-    lines = (f"| {name} | {text} |" for name, text in rows.items())
-    return "\n".join([head, *lines]) if rows else "none"
+    """A table with a row for each subject; "none" without any."""
+    lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
+    lines += [f"| {name} | {text} |" for name, text in rows.items()]
+    return "\n".join(lines) if rows else "none"
 
 
 def _objectives(task: Task) -> str:
@@ -145,29 +145,15 @@ def _by_objective(results: Sequence[Verified]) -> list[str]:
     for name, found in verdicts.items():
         if found.keys() != {"causal-lm"}:
             rows.setdefault(tuple(found.get(task, "no class") for task in tasks), []).append(name)
-    lines += ["", f"| {' | '.join(map(_objectives, tasks))} | architectures |"]
-    lines.append("|---" * (len(tasks) + 1) + "|")
-    return lines + [
-        f"| {' | '.join(row)} | {_names(names)} |" for row, names in sorted(rows.items())
-    ]
+    head = " | ".join([*map(_objectives, tasks), "architectures"])
+    shown = {" | ".join(row): _names(names) for row, names in sorted(rows.items())}
+    return [*lines, "", _rows(head, shown)]
 
 
 def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names) or "none"
 
 
-_CLOSE = """\
-| architecture | loss | gradients | weights after training | where |
-|---|---|---|---|---|"""
-_ROUNDED = """\
-| architecture | what a step in three shards does |
-|---|---|"""
-_DIFFERING = """\
-| architecture | in three processes |
-|---|---|"""
-_CROSSING = """\
-| architecture | what crosses, with the widths of a tiny copy |
-|---|---|"""
 _TABLE = """\
 # Architectures
 
@@ -237,7 +223,5 @@ Only with a mask over the row, where attention costs as much as for one long sam
 
 ## Refused
 
-| architecture | reason |
-|---|---|
 {refused}
 """
