@@ -19,8 +19,7 @@ from hetero_framework.models.verify.equivalence import why_not_chunked
 from hetero_framework.units import size
 
 Facts = Mapping[str | int, MachineFacts]
-_SMALL_CHUNK = 256 * 16
-"""Bytes of the loss of 256 tokens, for each word of the vocabulary."""
+_SMALL_CHUNK = 256  # tokens; a smaller loss chunk is not advised
 
 
 def devices_of(config: Config, facts: Facts) -> list[tuple[set[str | int], int]]:
@@ -56,11 +55,9 @@ def host_memory_lines(config: Config, one_memory: Collection[str | int]) -> list
     owners = ", ".join(dict.fromkeys(spec.process for spec in here))
     optim, stages = config.training.optim, config.plan.stages
     stay = keeps_states(optim) and any(config.offloads_optimizer(s.index) for s in stages)
+    states = f"offload_optimizer does nothing with {optim}, whose states stay where they are"
     return [
-        *(
-            [f"offload_optimizer does nothing with {optim}, whose states stay where they are"]
-            * stay
-        ),
+        *[states] * stay,
         *(
             f"training.{name} does nothing for {owners}: device and host are one memory"
             for name in ("offload_optimizer", "activation_offloading")
@@ -142,7 +139,8 @@ def _ways(
     again = all(config.checkpointing(m.index) is True for m in here)
     inputs += ["gradient_checkpointing"] * (not again)
     chunks = isinstance(objective_of(training), ChunkedObjective) and why_not_chunked(model) is None
-    small = _SMALL_CHUNK * int(model.get_text_config().vocab_size) if chunks else math.inf
+    chunks &= training.loss_chunk_tokens not in range(_SMALL_CHUNK + 1)
+    small = 16 * _SMALL_CHUNK * int(model.get_text_config().vocab_size) if chunks else math.inf
     full, states = config.adapter is None, sum(m.optimizer for m in here)
     in_full = [m for m in here if config.quantization(m.stage.owner) is None]
     shares = {

@@ -48,6 +48,7 @@ from hetero_framework.models.sizing.memory import (
     in_flight_limits,
     offload_layers,
     recompute_stages,
+    uncounted_lines,
 )
 from hetero_framework.models.verify.boundary_contents import (
     check_codec,
@@ -187,7 +188,8 @@ def _sized(
     config, model_config = resolved.config, source.config
     memory = _stage_memory(config, model_config, data, adapter_plan)
     check_codec(config, model_config, adapter_plan, data.row_tokens)
-    for line in crossing_lines(config, model_config, data.row_tokens):
+    crossing = crossing_lines(config, model_config, data.row_tokens)
+    for line in (*uncounted_lines(memory), *crossing):
         say(line)
     boundary, sampler = largest_boundary(config, model_config, data.row_tokens), None
     for sampler_of in asked("samplers", config):

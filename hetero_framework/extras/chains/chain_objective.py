@@ -128,9 +128,3 @@ class ChainLoss(Objective):
 
     def probe_inputs(self, config: PretrainedConfig, inputs: Inputs) -> Inputs:
         return examples(cast(ChainConfig, config), len(next(iter(inputs.values()))))
-
-    def loss_bytes(
-        self, text: PretrainedConfig, tokens: int, number_bytes: int, head_numbers: int
-    ) -> int:
-        """Bytes that the loss takes: unknown for a user's function, so it counts as 0."""
-        return 0

@@ -38,12 +38,6 @@ class _Classifies(Objective):
         needed |= {"token_type_ids"} if spec.is_first else set()
         return [name for name in names if name in needed]
 
-    def loss_bytes(
-        self, text: PretrainedConfig, tokens: int, number_bytes: int, head_numbers: int
-    ) -> int:
-        """Bytes of all tokens' logits in float32, with their gradients."""
-        return 8 * tokens * (getattr(text, "num_labels", None) or 1)
-
 
 class Classification(_Classifies):
     """The model class's own loss: a mean over the labels of all micro-batches of a step."""

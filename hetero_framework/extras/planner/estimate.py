@@ -80,6 +80,8 @@ def estimate_fleet(
     )
     about = _about(known, rates, works["local"])
     about["assumed"] += source.stored_lines()
+    if not all(part.counted for part in works["local"].memory):
+        about["assumed"].append("what layers store of a micro-batch is unknown and left out")
     return profile, {**about, "job": _job(config, model, ids)}
 
 

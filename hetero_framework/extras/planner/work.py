@@ -24,9 +24,13 @@ from hetero_framework.models.sizing.footprint import Setting, bundle_bytes
 from hetero_framework.models.sizing.memory import (
     Shapes,
     StageMemory,
-    experts_per_token,
     memory_of_parts,
     shapes_of,
+)
+
+_EXPERTS_PER_TOKEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
+    *("moe_topk", "moe_top_k", "moe_k", "top_k"),
 )
 
 
@@ -153,6 +157,12 @@ class _PartShapes:
         """Numbers of the weights that take less than 16 bits each."""
         numbers, weights = self._shapes.numbers, self._shapes.weights
         return sum(numbers[n] for n in self._numbers if weights[n] < numbers[n] * 2)
+
+
+def experts_per_token(text: PretrainedConfig) -> int:
+    """How many experts a token visits; 1 for a model without experts."""
+    values = (getattr(text, name, None) for name in _EXPERTS_PER_TOKEN)
+    return next((value for value in values if isinstance(value, int) and value > 0), 1)
 
 
 def _attention_numbers(text: Any) -> int:

@@ -48,8 +48,6 @@ class CausalLM(ChunkedObjective):
         TOKEN_METRICS are measured."""
         super().__init__(loss_chunk_tokens, id_layers)
         self._smoother = LabelSmoother(label_smoothing) if label_smoothing else None
-        # Label smoothing keeps the log-softmax once more.
-        self._logit_bytes += 4 * (self._smoother is not None)
         self.metric_names: tuple[str, ...] = TOKEN_METRICS if token_metrics else ()
 
     def loss(

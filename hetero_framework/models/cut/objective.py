@@ -169,14 +169,6 @@ class Objective(ABC):
         and labels, all [B, S]."""
         return inputs
 
-    @abstractmethod
-    def loss_bytes(
-        self, text: PretrainedConfig, tokens: int, number_bytes: int, head_numbers: int
-    ) -> int:
-        """Bytes that the last stage needs for the loss of a micro-batch of `tokens` tokens, beside
-        the layers' memory. A weight has `number_bytes` bytes. `head_numbers` counts the trained
-        weights behind the layers that are narrower than float32."""
-
 
 class ChunkedObjective(Objective):
     """An objective whose loss is made of the logits of all tokens, a loss chunk at a time."""
@@ -189,20 +181,7 @@ class ChunkedObjective(Objective):
         """`loss_chunk_tokens`: most tokens whose logits exist at once; None: no limit."""
         super().__init__(id_layers)
         self._loss_chunk_tokens = loss_chunk_tokens
-        # The float32 upcast of a logit, its log-softmax and the gradients of both.
-        self._logit_bytes = 16
 
     def num_chunks(self, config: PretrainedConfig, inputs: Inputs) -> int:
         limit = chunk_tokens(self._loss_chunk_tokens, config)
         return max(1, len(spans(inputs["labels"].shape, limit)))
-
-    def loss_bytes(
-        self, text: PretrainedConfig, tokens: int, number_bytes: int, head_numbers: int
-    ) -> int:
-        """Bytes of one loss chunk; of several, also a float32 sum for narrower trained weights."""
-        # In float32 the upcast is no copy.
-        per_logit = self._logit_bytes + (0 if number_bytes == 4 else number_bytes)
-        limit = chunk_tokens(self._loss_chunk_tokens, text)
-        if limit is None or tokens <= limit:
-            return tokens * int(text.vocab_size) * per_logit
-        return limit * int(text.vocab_size) * per_logit + 4 * head_numbers

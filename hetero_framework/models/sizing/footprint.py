@@ -3,8 +3,8 @@ are counted by running the part forward and backward on tensors that have shapes
 
 The part is the shard that a stage would load, with its adapter, type and loss. Nothing is read or
 computed, so the size of the model does not matter. The micro-batch is padded, since some attention
-needs a mask only then. Models that cannot run without numbers (their experts' input depends on
-them) have no footprint.
+needs a mask only then. A part that cannot run without numbers (its experts' input depends on
+them) has no footprint.
 
 Shapes: B rows of a micro-batch, S tokens, D hidden size.
 """
@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import attach_adapter
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 _MOST_CHUNKS = 4
+_UNMASKED = "unmasked"  # transformers makes no mask for an attention that it does not know
+_GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 _log = logging.getLogger(__name__)
 
 
@@ -206,13 +209,26 @@ def embedding_footprint(setting: Setting) -> Footprint | None:
 
 def head_footprint(setting: Setting) -> Footprint | None:
     """The footprint of the part behind the layers with the loss. Its forward and backward are one,
-    so nothing is kept. None also for a loss of many chunks, which would take as many runs."""
-    with torch.device("meta"):  # the micro-batch may be larger than this machine's memory
-        inputs = _inputs(setting)
-    if setting.objective.num_chunks(setting.model, inputs) > _MOST_CHUNKS:
-        return None
+    so nothing is kept. A loss of many chunks is counted on fewer of the same size: only the
+    gradient of the hidden state grows with their number."""
+    fewer = setting
+    while (chunks := _num_chunks(fewer)) > _MOST_CHUNKS:
+        if fewer.rows > 2:  # an even number: rows may be pairs
+            fewer = replace(fewer, rows=max(2, fewer.rows // 4 * 2))
+        else:
+            each = math.ceil((fewer.tokens - 1) * fewer.rows / chunks)
+            fewer = replace(fewer, tokens=2 * each + 1)
     last = introspect(setting.model).num_layers
-    return _remembered(setting, ShardRange(last, last, False, True), False, True)
+    found = _remembered(fewer, ShardRange(last, last, False, True), False, True)
+    if found is None or fewer == setting:
+        return found
+    more = bundle_bytes(setting, last) - bundle_bytes(fewer, last)
+    return Footprint(0, 0, found.forward + more, found.backward + more)
+
+
+def _num_chunks(setting: Setting) -> int:
+    with torch.device("meta"):  # the micro-batch may be larger than this machine's memory
+        return setting.objective.num_chunks(setting.model, _inputs(setting))
 
 
 def _remembered(
@@ -299,8 +315,14 @@ def _run(
 
 
 def _shard(setting: Setting, rng: ShardRange) -> Shard:
-    """The shard of a part with its adapter, on the meta device."""
-    shard = build_shard(setting.model, None, rng, dtype=setting.dtype, device="meta")
+    """The shard of a part with its adapter, on the meta device. Kernels that need numbers, such as
+    flash attention, are replaced by one that stores as much and has no mask either."""
+    model = setting.model
+    if model._attn_implementation not in (None, "eager", "sdpa"):
+        AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
+        model = copy.deepcopy(model)
+        model._attn_implementation = _UNMASKED
+    shard = build_shard(model, None, rng, dtype=setting.dtype, device="meta")
     plan = setting.plan
     attach_adapter(shard, replace(plan, weights=None) if plan is not None else None, 0)
     return shard
@@ -334,6 +356,13 @@ def _without_data(shard: Shard) -> list[Tensor]:
     return made
 
 
+def _grouped_product(left: Tensor, right: Tensor, offs: Tensor, *_: object, **__: object) -> Tensor:
+    """A product with the matrices of experts, on tensors without data. Torch has it in bfloat16
+    alone. `offs` has an entry for each expert."""
+    shape = (len(left), right.shape[-1])
+    return left.new_empty(shape if right.dim() == 3 else (len(offs), *shape))
+
+
 class PeakMemory(TorchDispatchMode):
     """Counts the bytes of tensors that are made within: the most at once (`most`), and now (`now`).
     Tensors on the meta device, `known` tensors, and views of known tensors do not count."""
@@ -351,7 +380,8 @@ class PeakMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        has_data = func is not _GROUPED_PRODUCT or not hasattr(args[0], "fake_mode")
+        result = (func if has_data else _grouped_product)(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
                 self._add(tensor.untyped_storage())

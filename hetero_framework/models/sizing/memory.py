@@ -1,21 +1,12 @@
 """Memory needed by each stage, computed from shapes alone.
 
 Weights, gradients and optimizer state are counted tensor by tensor. So are activations, temporary
-tensors of a layer, and the loss, on tensors without data (`footprint`). Where a model cannot run
-on these, activations are estimated:
-
-    bytes per token and layer = 1.4 c * sum of (inputs + outputs) of the layer's matrices
-
-with c bytes per number: each matrix product keeps its input, the next operation keeps its output,
-and 0.4 more stands for norms and residuals. Attention that stores its matrix ("eager") adds c + 4
-bytes per head and pair of tokens. A stage that neither trains anything nor passes a gradient on
-stores nothing for backward. All sizes are bytes.
+tensors of a layer, and the loss, on tensors without data (`footprint`). A part that cannot run on
+these counts as 0, and its stage says so. A stage that neither trains anything nor passes a gradient
+on stores nothing for backward. All sizes are bytes.
 
 Only tensors are counted; benchmarks/stage_memory.py compares the sums with real stages. The
-allocator's own overhead comes on top. An example is a Llama of 110 M weights, 4 x 256 tokens, in
-float32 on a CPU. The estimate is 1.31 GiB for LoRA on all linear layers and 2.56 for full training.
-The resident set, less an idle process's, peaks at 2.42 and 3.13, since glibc keeps freed small
-tensors; with MALLOC_MMAP_THRESHOLD_=131072 it peaks at 1.31 and 2.57.
+allocator's own overhead comes on top.
 """
 
 from __future__ import annotations
@@ -32,7 +23,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from hetero_framework.config import Config, Kind, ModelConfig, StageSpec, TrainingConfig
+from hetero_framework.config import Config, Kind, ModelConfig, StageSpec
 from hetero_framework.core.buffers import size_class
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import adapter_plan_of
@@ -64,22 +55,15 @@ from hetero_framework.models.sizing.streaming import (
 )
 from hetero_framework.units import size
 
-ACTIVATION_MARGIN = 1.4
-
 # bitsandbytes: numbers that share one scale, scales that share one scale of scales, and the
 # tables that each double-quantised matrix carries (16 and 256 float32, one offset).
 _BLOCK, _NESTED_BLOCK, _NF4_TABLES = 64, 256, 4 * (16 + 256 + 1)
 
 # Numbers of optimizer state per trainable weight, by a part of the optimizer's name.
-_STATES_PER_WEIGHT = (
-    ("adafactor", 0.0),
-    ("sgd", 0.0),
-    ("lion", 1.0),
-    ("adagrad", 1.0),
-    ("rmsprop", 1.0),
-    ("ademamix", 3.0),
-)
-_ADAM_STATES = 2.0
+_STATES_PER_WEIGHT = {
+    **{"ademamix": 3.0, "lion": 1.0, "adagrad": 1.0, "rmsprop": 1.0, "adafactor": 0.0, "sgd": 0.0},
+    "": 2.0,  # Adam's kin
+}
 
 ONE_MEMORY = ("cpu", "mps")
 """Kinds of devices that use the machine's own memory."""
@@ -98,8 +82,9 @@ class StageMemory:
     Sizes are bytes on the device. `frozen` are the frozen bytes of each layer. `offload` layers
     stream their frozen bytes from host memory, which also has the optimizer's `host_states`, and
     `host_inputs` of each micro-batch. `visiting` are the states on the device while the optimizer
-    steps, `input_bytes` the bytes of one layer's stored input that may leave the device. `resident`
-    is the stage with all states and inputs on its device, if some of them are not.
+    steps, `input_bytes` the bytes of one layer's stored input that may leave the device. Unless
+    `counted`, a part of `activations`, `working` or `logits` is unknown and left out. `resident` is
+    the stage with all states and inputs on its device, if some of them are not.
     """
 
     stage: StageSpec
@@ -121,6 +106,7 @@ class StageMemory:
     host_inputs: int = 0
     input_bytes: int = 0
     visiting: int = 0
+    counted: bool = True
     resident: StageMemory | None = None
 
     def holding(self, in_flight: int) -> StageMemory:
@@ -194,7 +180,8 @@ class StageMemory:
         parts = ("weights", "gradients", "optimizer", *peak)
         sizes = [f"{name} {size(getattr(self, name))}" for name in parts if getattr(self, name)]
         host = f", and {size(self.host)} of host memory" if self.host else ""
-        return f"{size(self.total)} ({', '.join(sizes)}){host}"
+        unknown = "" if self.counted else ", and what its layers store, which is unknown"
+        return f"{size(self.total)} ({', '.join(sizes)}){host}{unknown}"
 
 
 def estimate_memory(
@@ -238,6 +225,16 @@ def estimate_memory(
             known[key] = _stage_memory(spec, shape, config, held, tokens, differentiates)
         memory.append(known[key].at(spec))
     return memory
+
+
+def uncounted_lines(memory: Iterable[StageMemory]) -> list[str]:
+    """A warning of the stages of which not all memory can be counted; none where all can."""
+    stages = ", ".join(str(m.index) for m in memory if not m.counted)
+    line = (
+        f"warning: stage {stages} needs more memory than is said: its model does not run on tensors"
+        " without data, so what it stores of a micro-batch is unknown before it runs"
+    )
+    return [line] if stages else []
 
 
 def memory_of_parts(
@@ -380,29 +377,16 @@ class Shapes:
         self.number_bytes = int(dtype.itemsize)
         quantization = model.quantization or stored_quantization(config)
         sizes = _module_sizes(whole, quantization, config)
-        self.weights = {
-            name: sizes.get(name, p.numel() * self.number_bytes)
-            for name, p in whole.named_parameters(remove_duplicate=False)
-        }
+        named = dict(whole.named_parameters(remove_duplicate=False))
+        self.numbers = {name: p.numel() for name, p in named.items()}
+        self.weights = {n: sizes.get(n, k * self.number_bytes) for n, k in self.numbers.items()}
+        self.of_matrices = {name: p.shape for name, p in named.items() if p.dim() > 1}
         modules = whole.named_modules()
         self.embeddings = {name for name, m in modules if isinstance(m, nn.Embedding)}
-        self.numbers = {n: p.numel() for n, p in whole.named_parameters(remove_duplicate=False)}
         self.buffers = {name: b.nbytes for name, b in whole.named_buffers()}
         self.trains_everything = plan is None
         quantizes |= quantization is not None
         self.trainable = self._trainable(whole, plan, quantizes)
-        named = whole.named_parameters(remove_duplicate=False)
-        self.of_matrices = {name: p.shape for name, p in named if p.dim() > 1}
-        self.matrices = {
-            name: p.shape
-            for name, p in whole.named_parameters()
-            if p.dim() > 1 and self.skeleton.layer_of(name) is not None
-        }
-        self.upcast_inputs: set[str] = set()
-        if plan is not None:
-            adapter_bytes = plan.number_bytes(self.number_bytes, quantized=quantizes)
-            self.upcast_inputs = set(plan.modules) if adapter_bytes > self.number_bytes else set()
-        self.attention = config._attn_implementation or "sdpa"
 
     @cached_property
     def kinds(self) -> list[int]:
@@ -519,10 +503,7 @@ def _stage_memory(
     added = sum(count * size for name, (count, size) in trained.items() if name not in held)
     here = {None, *range(rng.start, rng.end)}
     buffers = sum(n for name, n in shapes.buffers.items() if skeleton.layer_of(name) in here)
-    counted = _counted_bytes(spec, shapes, config, tokens, differentiates)
-    per_micro_batch, working, logits = counted or _estimated_bytes(
-        spec, shapes, config, tokens, differentiates
-    )
+    running = _running(spec, shapes, config, tokens, differentiates)
     frozen = dict.fromkeys(range(spec.start, spec.end), 0)
     for name, nbytes in held.items():
         if name not in trained and (layer := skeleton.layer_of(name)) is not None:
@@ -535,11 +516,9 @@ def _stage_memory(
         gradients=gradients,
         trained=sum(count for count, _ in trained.values()),
         optimizer=_optimizer_bytes(training.optim, trained, shapes.embeddings),
-        activations=in_flight * per_micro_batch,
-        logits=logits,
+        activations=in_flight * running.per_micro_batch,
         in_flight=in_flight,
-        per_micro_batch=per_micro_batch,
-        working=working,
+        **vars(running),
         foreach=stepped if training.optim == "adamw_torch" else 0,
         device=machine.device,
         frozen=tuple(frozen.values()),
@@ -603,7 +582,7 @@ def _optimizer_bytes(
     """Bytes of the states of transformers' optimizer `optim`. Adafactor's one number per row and
     column is left out; a paged state counts like one on the device. Embeddings have 32-bit states
     in bitsandbytes' 8-bit optimizers."""
-    states = next((n for part, n in _STATES_PER_WEIGHT if part in optim), _ADAM_STATES)
+    states = next(n for part, n in _STATES_PER_WEIGHT.items() if part in optim)
     bits = 8 if "8bit" in optim else 4 if "4bit" in optim else None
     total = 0.0
     for name, (count, stored) in trained.items():
@@ -613,21 +592,29 @@ def _optimizer_bytes(
     return int(total)
 
 
-def _counted_bytes(
+@dataclass(frozen=True)
+class _Running:
+    """Bytes that a stage takes while it runs: for each micro-batch in flight, for a moment in its
+    layers, and for the loss. `counted` is False where a part of the stage could not be counted."""
+
+    per_micro_batch: int
+    working: int
+    logits: int
+    counted: bool
+
+
+def _running(
     spec: StageSpec, shapes: Shapes, config: Config, tokens: int, differentiates: bool
-) -> tuple[int, int, int] | None:
-    """Bytes by footprints (for each micro-batch in flight, for a moment in the layers, for the
-    loss); None without footprints."""
-    setting = shapes.setting(config, tokens)
+) -> _Running:
+    setting, kinds = shapes.setting(config, tokens), shapes.kinds
     recompute = config.checkpointing(spec.index) is True
     parts: list[Footprint | None] = [embedding_footprint(setting)] if spec.is_first else []
-    kinds = shapes.kinds
     parts += [
         layer_footprint(setting, kinds[k], recompute=recompute, train=differentiates)
         for k in range(spec.start, spec.end)
     ]
-    if None in parts:
-        return None
+    head = head_footprint(setting) if spec.is_last else None
+    counted = None not in parts and not (spec.is_last and head is None)
     inner = [part for part in parts if part is not None]
     hidden = 0 if spec.is_first else bundle_bytes(setting, spec.start)
     shared = max((part.shared for part in inner), default=0)
@@ -636,72 +623,7 @@ def _counted_bytes(
         # In a part's forward, parts behind it have not run; in its backward, they hold nothing.
         working = max(working, part.passing - behind)
         behind += part.kept - part.shared
-    logits = 0
-    if spec.is_last:
-        head = head_footprint(setting)
-        batch_tokens = setting.rows * setting.tokens
-        estimated = _loss_bytes(shapes, batch_tokens, config.training)
-        logits = estimated if head is None else head.passing
+    logits = head.passing if head is not None else 0
     if not differentiates:
-        return 0, hidden + working, logits
-    return hidden + shared + behind, working, logits
-
-
-def _estimated_bytes(
-    spec: StageSpec, shapes: Shapes, config: Config, tokens: int, differentiates: bool
-) -> tuple[int, int, int]:
-    """The numbers of `_counted_bytes` by the formula. With gradient checkpointing: a hidden state
-    per layer and micro-batch, and one layer in full. Without backward: what a layer uses."""
-    training = config.training
-    batch_tokens = training.train_rows * tokens
-    c = 2 if training.bf16 or training.fp16 else shapes.number_bytes
-    hidden = batch_tokens * int(shapes.text.hidden_size) * c
-    one_row = config.data is not None and config.data.one_row
-    row_tokens = batch_tokens if one_row else tokens
-    span = range(spec.start, spec.end)
-    layers = [_layer_bytes(layer, shapes, c, row_tokens) * batch_tokens for layer in span]
-    largest = max(layers, default=0)
-    logits = _loss_bytes(shapes, batch_tokens, training) if spec.is_last else 0
-    if not differentiates:
-        return 0, hidden + largest, logits
-    if config.checkpointing(spec.index) is True:
-        return hidden * (len(layers) + 1), largest, logits
-    return hidden + sum(layers), 0, logits
-
-
-def _layer_bytes(layer: int, shapes: Shapes, c: int, row_tokens: int) -> int:
-    """Bytes per token that one layer stores."""
-    numbers = upcast = 0.0
-    experts = experts_per_token(shapes.text)
-    for name, shape in shapes.matrices.items():
-        if shapes.skeleton.layer_of(name) == layer:
-            copies = experts if len(shape) > 2 else 1
-            numbers += copies * (shape[-1] + shape[-2])
-            if name.removesuffix(".weight") in shapes.upcast_inputs:
-                # PEFT computes a float32 adapter's share on a float32 copy of the input.
-                upcast += 4 * shape[-1]
-    attention = 0
-    if shapes.attention == "eager":
-        attention = int(shapes.text.num_attention_heads) * row_tokens * (c + 4)
-    return int(ACTIVATION_MARGIN * c * numbers + upcast + attention)
-
-
-_EXPERTS_PER_TOKEN = (
-    *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
-    *("moe_topk", "moe_top_k", "moe_k", "top_k"),
-)
-
-
-def experts_per_token(text: PretrainedConfig) -> int:
-    """How many experts a token visits; 1 for a model without experts."""
-    values = (getattr(text, name, None) for name in _EXPERTS_PER_TOKEN)
-    return next((value for value in values if isinstance(value, int) and value > 0), 1)
-
-
-def _loss_bytes(shapes: Shapes, batch_tokens: int, training: TrainingConfig) -> int:
-    layers = shapes.skeleton.structure.num_layers
-    head = ShardRange(layers, layers, False, True)
-    trained = [numbers for name, numbers in shapes.trainable.items() if shapes.holds(name, head)]
-    narrow = sum(count for count, size in trained if size < 4)
-    objective = objective_of(training)
-    return objective.loss_bytes(shapes.text, batch_tokens, shapes.number_bytes, narrow)
+        return _Running(0, hidden + working, logits, counted)
+    return _Running(hidden + shared + behind, working, logits, counted)

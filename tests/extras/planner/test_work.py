@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hetero_framework.config import Config
-from hetero_framework.extras.planner.work import ModelWork, model_work
+from hetero_framework.extras.planner.work import ModelWork, experts_per_token, model_work
 from hetero_framework.models.files.source import ModelSource
 from tests.samples import machines_here
 
@@ -92,3 +92,14 @@ def test_a_boundary_has_the_types_and_numbers_of_the_hidden_state() -> None:
     assert (work.hidden_numbers, work.dtype, work.half) == (ROWS * TOKENS * 64, "bfloat16", True)
     assert not work_of(config_of(LLAMA)).half
     assert work_of(config_of(LLAMA, training={"bf16": True})).half
+
+
+EXPERTS = {
+    "mixtral": "num_experts_per_tok", "hunyuan_v1_moe": "moe_topk", "aria_text": "moe_topk",
+    "gemma4_text": "top_k_experts", "longcat_flash": "moe_topk", "ernie4_5_moe": "moe_k",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "name"), EXPERTS.items())
+def test_the_experts_of_a_token_are_those_of_the_configuration(model_type: str, name: str) -> None:
+    assert experts_per_token(CONFIG_MAPPING[model_type](**{name: 5})) == 5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,7 +63,7 @@ def measured(setting: Setting, rng: ShardRange, *, recompute: bool = False) -> t
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("adapter", [None, AdapterConfig(target_modules="all-linear")])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3_moe"])
 def test_a_layer_is_counted_as_it_runs(
     model_type: str, adapter: AdapterConfig | None, recompute: bool
 ) -> None:
@@ -71,6 +73,15 @@ def test_a_layer_is_counted_as_it_runs(
     assert (found.kept, found.backward) == (kept, backward)
     assert found.shared < found.kept
     assert model_type != "llama" or found.shared > 0  # the mask
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "per_sample"])
+def test_attention_without_a_mask_stores_what_sdpa_stores(attention: str) -> None:
+    setting = setting_of("llama")
+    plain, setting = setting, replace(setting, model=copy.deepcopy(setting.model))
+    setting.model._attn_implementation = attention
+    masked, found = (layer_footprint(one, 2) for one in (plain, setting))
+    assert 0.9 < found.kept / masked.kept < 1
 
 
 def test_recomputing_keeps_less_and_takes_more_for_a_moment() -> None:
@@ -102,6 +113,15 @@ def test_the_head_holds_the_logits_of_all_tokens_or_of_a_chunk() -> None:
     assert whole.kept == 0
     assert whole.passing >= 3 * 4 * 2 * 512 * setting.model.vocab_size
     assert chunked.passing < 0.8 * whole.passing
+
+
+def test_a_loss_of_many_chunks_is_counted_on_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = replace(setting_of("llama"), objective=CausalLM(40), rows=8, tokens=100)
+    setting.model.vocab_size = 4000
+    fewer = head_footprint(setting)
+    monkeypatch.setattr(footprint, "_MOST_CHUNKS", 1000)
+    every = head_footprint(setting)
+    assert 0.95 < fewer.passing / every.passing < 1.05
 
 
 def test_a_model_without_a_footprint_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
