@@ -69,15 +69,10 @@ def _measured(device: Device, compute: Callable[[], object], most_bytes: int) ->
         device.synchronize()
         return max(time.perf_counter() - began, 1e-9)
 
-    def least_s(measure: Callable[[], float]) -> float:
-        times = [measure()]
-        while len(times) < _RUNS and time.monotonic() < ends:
-            times.append(measure())
-        return min(times)
-
     seconds(_FIRST_BYTES, *ways)  # warms up
     if time.monotonic() > ends:
         return None
+    least_s = partial(_least_s, ends)
     rate = _FIRST_BYTES / least_s(lambda: seconds(_FIRST_BYTES, *ways))
     nbytes = int(max(_FIRST_BYTES, min(most_bytes, rate * _COPIES_S)))
     there_s, back_s, both_s = (
@@ -103,3 +98,11 @@ def _measured(device: Device, compute: Callable[[], object], most_bytes: int) ->
         max(1.0, both_s / max(there_s, back_s)),
         max(1.0, beside_s / alone_s),
     )
+
+
+def _least_s(ends: float, measure: Callable[[], float]) -> float:
+    """The least of a few measurements; of one, if the clock has passed `ends`."""
+    times = [measure()]
+    while len(times) < _RUNS and time.monotonic() < ends:
+        times.append(measure())
+    return min(times)

@@ -66,8 +66,10 @@ class KnownDevice:
 
     @property
     def usable_host_bytes(self) -> float:
-        """Memory of the machine that layers can fill."""
-        return usable_host_bytes(self.host_bytes)
+        """Memory of the machine that layers can fill: the system and others keep the rest."""
+        about = host_memory()
+        kept = max(about["kept_gib"] * _GIB, about["kept_share"] * self.host_bytes)
+        return max(0.0, self.host_bytes - kept)
 
     @property
     def host_link(self) -> float:
@@ -102,13 +104,6 @@ def factor() -> float:
 def host_memory() -> dict[str, float]:
     """Assumptions about the host memory of machines with a card."""
     return dict(_table()["host_memory"])
-
-
-def usable_host_bytes(host_bytes: float) -> float:
-    """Bytes of a host memory that layers can fill: the system and others keep the rest."""
-    about = host_memory()
-    kept = max(about["kept_gib"] * _GIB, about["kept_share"] * host_bytes)
-    return max(0.0, host_bytes - kept)
 
 
 def known_device(

@@ -128,7 +128,7 @@ class Fleet:
     def __init__(
         self, profile: FleetProfile, *, margins: Mapping[WorkerId, float] | None = None
     ) -> None:
-        self.margins = margins = margins or {}
+        margins = margins or {}
         self.profile = profile
         self.layers = profile.layers
         self.micro_batches = profile.micro_batches
@@ -205,13 +205,8 @@ class Fleet:
     @cached_property
     def linked(self) -> list[set[int]]:
         """For each device the workers with which it has direct links, both ways."""
-        index = {owner: d for d, owner in enumerate(self.ids)}
-        linked: list[set[int]] = [set() for _ in self.ids]
-        for sender, receiver in self._links:
-            a, b = index[sender], index[receiver]
-            if self.can_go_direct(a, b):
-                linked[a].add(b)
-        return linked
+        all_ = range(len(self.ids))
+        return [{b for b in all_ if self.can_go_direct(a, b)} for a in all_]
 
     def goes_back(self, position: int) -> bool:
         """Whether a gradient crosses a boundary in front of layer `position`."""

@@ -21,11 +21,10 @@ from hetero_framework.cluster.roles import machine_of
 from hetero_framework.config import StageSpec
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.engine.schedule.simulator import Profile
-from hetero_framework.engine.schedule.tuning import TunedSchedule, tune
 from hetero_framework.errors import PeerLostError, PlanError, UserError
 from hetero_framework.extras import planner
 from hetero_framework.extras.planner import FleetProfile
-from hetero_framework.extras.planner.layout import Fleet, Layout, Part
+from hetero_framework.extras.planner.layout import Evaluated, Fleet, Part, evaluated
 from hetero_framework.extras.planner.measured_fleet import LayerWork, Observed, PartBytes, median
 from hetero_framework.extras.planner.planning import CHUNKS
 from hetero_framework.extras.planner.profile import bytes_of_parts
@@ -147,8 +146,8 @@ class Replanning(Plans):
         """The expected time of a plan's step, from the measured steps."""
         if self._observed.is_empty:
             return None
-        schedule = tuned(Fleet(self._fleet(away)), stages)
-        return schedule.forecast.seconds if schedule is not None else None
+        step = simulated(Fleet(self._fleet(away)), stages)
+        return step.seconds if step is not None else None
 
     def _fleet(self, away: Collection[WorkerId]) -> FleetProfile:
         config = self.prepared.config
@@ -210,17 +209,9 @@ class Replanning(Plans):
         ]
 
 
-def tuned(fleet: Fleet, stages: Stages) -> TunedSchedule | None:
-    """The schedule of a plan on these devices as a run tunes it; None where it does not fit."""
-    layout = _layout(fleet, stages)
-    limits = fleet.memory_limits(layout)
-    if limits is None:
-        return None
-    return tune(fleet.pipeline(layout), fleet.micro_batches, in_flight_limits=limits)
-
-
-def _layout(fleet: Fleet, stages: Stages) -> Layout:
-    """The layout of a plan: direct where it can be, with the fewest streamed layers that fit."""
+def simulated(fleet: Fleet, stages: Stages) -> Evaluated | None:
+    """A plan on these devices, direct where it can be and with the fewest streamed layers that fit,
+    with the schedule that a run would use; None where it does not fit."""
     index = {owner: d for d, owner in enumerate(fleet.ids)}
     devices = [index[stage.owner] for stage in stages]
     direct = [False, *(fleet.can_go_direct(a, b) for a, b in pairwise(devices))]
@@ -228,7 +219,7 @@ def _layout(fleet: Fleet, stages: Stages) -> Layout:
         Part(d, stage.start, stage.end, False, is_direct)
         for d, stage, is_direct in zip(devices, stages, direct, strict=True)
     )
-    return fleet.streamed(tuple(parts))[0]
+    return evaluated(fleet, fleet.streamed(tuple(parts))[0])
 
 
 def _model_work(prepared: setup.Prepared) -> LayerWork:

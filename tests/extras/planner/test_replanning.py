@@ -14,7 +14,7 @@ from hetero_framework.config import PLAN_FILE, Config, StageSpec
 from hetero_framework.engine.schedule.simulator import Profile
 from hetero_framework.errors import ConfigError, PlanError
 from hetero_framework.extras.planner.layout import Fleet
-from hetero_framework.extras.planner.replanning import Replanning, tuned
+from hetero_framework.extras.planner.replanning import Replanning, simulated
 from hetero_framework.trainer import setup
 from tests.samples import machines_here, save_llama, save_texts
 
@@ -115,7 +115,7 @@ def test_a_process_that_streams_layers_streams_as_few_as_it_has_to(make: Make) -
     stages = StageSpec(0, "local", 0, 1, True, False), StageSpec(1, 2, 1, 6, False, True)
     for host_free, fits in ((1 << 40, True), (3 * short, False), (None, False)):
         run.facts[2] = replace(plenty, device="cuda:0", memory_free=free, host_free=host_free)
-        assert (tuned(Fleet(run._fleet((1,))), stages) is not None) == fits
+        assert (simulated(Fleet(run._fleet((1,))), stages) is not None) == fits
 
 
 def test_streamed_layers_come_at_the_measured_rate(make: Make) -> None:

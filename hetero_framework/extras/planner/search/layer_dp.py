@@ -150,17 +150,15 @@ class LayerProgramme:
             full = max(front.in_s + out_s, front.out_s + in_s, in_s, out_s, relayed_s + first_s)
             if full > pace_s + _ROUNDING:
                 return None
-        span = self._wanted(d, front.end, last, leave)
-        if span is None:
+        if (span := self._wanted(d, front.end, last, leave)) is None:
             return None
         held = 1 if last else max(1, math.ceil(self._depth * (behind + 1)))
         held, spare_s = min(held, m), (step_s - wait_s) / m
         modes = (False, True) if self._rules.checkpointing and self._short[d] else (False,)
-        parts = [self._reach(d, front.end, span[1], held, on, spare_s, last) for on in modes]
-        fitting = [part for part in parts if part is not None and part.end >= span[0]]
-        if not fitting:
+        reached = (self._reach(d, front.end, span[1], held, on, spare_s, last) for on in modes)
+        fitting = (part for part in reached if part is not None and part.end >= span[0])
+        if (part := max(fitting, key=lambda part: part.end, default=None)) is None:
             return None
-        part = max(fitting, key=lambda part: part.end)
         wait_s += self._busy_s(part) + (self._embedding_s if d == 0 else 0.0)
         return _Front(
             part.end,
