@@ -95,25 +95,22 @@ def judge_plan(
         if not file.exists():
             raise ConfigError(f"plan {file} does not exist")
         raw = read_object(file)
-    entries, again = raw.get("shard_plan"), raw.get("gradient_checkpointing", {})
+    entries = raw.get("shard_plan")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f'{file}: shard_plan: must be a list of {{"id", "start", "end"}}')
-    if not isinstance(again, dict):
-        raise ConfigError(f"{file}: gradient_checkpointing: must be an object, stage by stage")
     if isinstance(links := raw.get("links"), str):  # the run's, for boundaries without their own
         entries = [{**entry, "links": entry.get("links") or links} for entry in entries]
     training = raw.get("training")
     settings = training if isinstance(training, dict) else raw
     if settings is training and settings.get("gradient_checkpointing") is True:
-        again = {str(k): True for k in range(len(entries))}
+        name = "gradient_checkpointing"
+        entries = [{**one, name: True if one.get(name) is None else one[name]} for one in entries]
     most = settings.get("max_in_flight")
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
         raise ConfigError(f"{file}: max_in_flight: must be a whole number of at least 1")
     ids = [device.id for device in profile.devices]
     margins = _by_process("--margin", wishes.margins, ids, _margin)
-    return evaluate(
-        profile, entries, gradient_checkpointing=again, max_in_flight=most, margins=margins
-    )
+    return evaluate(profile, entries, max_in_flight=most, margins=margins)
 
 
 def described(result: Result) -> dict[str, Any]:
@@ -133,16 +130,11 @@ def described(result: Result) -> dict[str, Any]:
     return {**result.to_dict(), "stages": stages, "boundaries": boundaries}
 
 
-def links_of(profile: FleetProfile) -> list[dict[str, Any]]:
-    """Both directions of every link in JSON types: from, to, bytes per second and latency."""
-    return [link.model_dump(mode="json", by_alias=True) for link in profile.links]
-
-
 def write_plan(facts: Mapping[str, Any], file: Path) -> Config:
     """Put a plan into a configuration file; return the configuration. Other settings and the order
     stay. Raises ConfigError if the plan does not fit it, UserError if it cannot be written."""
     raw = read_object(file)
-    raw["shard_plan"] = entries_of(facts)
+    raw["shard_plan"] = facts["shard_plan"]
     changes = facts["changes"]
     if "wire" in changes:
         raw["wire"] = {**(raw.get("wire") or {}), **changes["wire"]}
@@ -152,15 +144,6 @@ def write_plan(facts: Mapping[str, Any], file: Path) -> Config:
     # Through a symbolic link the file behind it is written; the link stays.
     write_json(file.resolve(), raw)
     return config
-
-
-def entries_of(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The entries of shard_plan for a plan."""
-    again = facts["gradient_checkpointing"]
-    return [
-        {**entry, **({"gradient_checkpointing": True} if again.get(str(k)) else {})}
-        for k, entry in enumerate(facts["shard_plan"])
-    ]
 
 
 def _split_samples(raw: dict[str, Any], micro_batches: int) -> None:
@@ -322,7 +305,8 @@ def _step_lines(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name} alone, the fastest that could: {seconds(single)}{faster}"
     held = f"stages store up to {', '.join(map(str, facts['in_flight']))} forwards"
     yield f"{facts['max_in_flight']} micro-batches under way; {held}"
-    if again := [k for k, on in facts["gradient_checkpointing"].items() if on]:
+    again = [str(k) for k, entry in enumerate(plan) if entry.get("gradient_checkpointing")]
+    if again:
         yield f"gradient_checkpointing on stage {', '.join(again)}"
     direct = [
         f"{process_name(before['id'])} to {process_name(entry['id'])}"
@@ -384,7 +368,7 @@ def plan_run(config: Config, access: Access | None = None) -> Config:
 
     _log.info('shard_plan is "auto": the machines are measured, and the run planned for them')
     result = plan_fleet(config, partial(_logged_plan, config), access=access)
-    planned = config.with_changes(shard_plan=entries_of(result.to_dict()))
+    planned = config.with_changes(shard_plan=result.to_dict()["shard_plan"])
     save_plan(planned, result)
     return planned
 

@@ -132,19 +132,18 @@ def evaluate(
     profile: FleetProfile,
     shard_plan: Sequence[Mapping[str, Any]],
     *,
-    gradient_checkpointing: Mapping[str, bool] | None = None,
     max_in_flight: int | None = None,
     margins: Mapping[WorkerId, float] | None = None,
 ) -> Result:
     """The predicted step of a given plan, by the same simulator. Entries are as in
-    `Result.shard_plan`, and `gradient_checkpointing` is by the number of the stage. Raises
-    PlanError for a plan that is wrong or does not fit, UserError for wrong margins."""
+    `Result.shard_plan`. Raises PlanError for a plan that is wrong or does not fit, UserError for
+    wrong margins."""
     began = time.perf_counter()
     margins = margins or {}
     if problems := list(_option_problems(profile, {}, (), margins, ())):
         raise UserError(_listed(problems))
     fleet = Fleet(profile, margins=margins)
-    layout = _layout(fleet, shard_plan, gradient_checkpointing or {})
+    layout = _layout(fleet, shard_plan)
     step = evaluated(fleet, layout, max_in_flight=max_in_flight)
     if step is None:
         raise _does_not_fit(fleet, layout)
@@ -179,7 +178,6 @@ def _result(rules: Rules, best: Evaluated, changes: Mapping[str, Any]) -> Result
     used = {use.id for use in uses}
     return Result(
         shard_plan=_entries(fleet, best.layout),
-        gradient_checkpointing={str(k): part.recompute for k, part in enumerate(best.layout)},
         max_in_flight=best.schedule.max_in_flight,
         predicted_step_s=best.seconds,
         devices=uses,
@@ -219,24 +217,20 @@ def _entries(fleet: Fleet, layout: Layout) -> tuple[dict[str, Any], ...]:
             entry["links"] = "direct" if part.direct else "relay"
         if part.offload:
             entry["offload"] = part.offload
+        if part.recompute:
+            entry["gradient_checkpointing"] = True
         entries.append(entry)
     return tuple(entries)
 
 
-def _layout(
-    fleet: Fleet, shard_plan: Sequence[Mapping[str, Any]], again: Mapping[str, bool]
-) -> Layout:
+def _layout(fleet: Fleet, shard_plan: Sequence[Mapping[str, Any]]) -> Layout:
     """The layout of a given plan. A boundary without `links` is crossed directly if it can be."""
     entries = _plan_entries(fleet, shard_plan)
-    if problems := list(_checkpointing_problems(again, len(entries))):
-        raise PlanError(report("the plan", problems))
     index = {owner: d for d, owner in enumerate(fleet.ids)}
     parts: list[Part] = []
     for k, entry in enumerate(entries):
         d = index[entry.id]
-        recompute = entry.gradient_checkpointing
-        if recompute is None:
-            recompute = again.get(str(k), False)
+        recompute = bool(entry.gradient_checkpointing)
         direct = bool(parts) and fleet.can_go_direct(parts[-1].device, d)
         if entry.links == "direct" and parts and 0 not in (parts[-1].device, d) and not direct:
             ends = f"{process_name(entries[k - 1].id)} and {process_name(entry.id)}"
@@ -275,16 +269,6 @@ def _plan_entries(fleet: Fleet, shard_plan: Sequence[Mapping[str, Any]]) -> list
         raise PlanError(report("the plan", problems))
     Plan(tuple(entries)).covers(fleet.layers)
     return entries
-
-
-def _checkpointing_problems(again: Mapping[str, Any], stages: int) -> Iterator[Problem]:
-    """Problems with `gradient_checkpointing` of a plan, by the number of the stage."""
-    for name, value in again.items():
-        where = f"gradient_checkpointing.{name}"
-        if name not in map(str, range(stages)):
-            yield Problem(where, f"is not a stage; there are {stages}, counted from 0")
-        elif not isinstance(value, bool):
-            yield Problem(where, f"must be true or false, not {shown(value)}")
 
 
 def _does_not_fit(fleet: Fleet, layout: Layout) -> PlanError:

@@ -64,7 +64,6 @@ class Result:
     each process's machine to its device."""
 
     shard_plan: tuple[Mapping[str, Any], ...]
-    gradient_checkpointing: Mapping[str, bool]
     max_in_flight: int
     predicted_step_s: float
     devices: tuple[DeviceUse, ...]

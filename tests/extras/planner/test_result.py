@@ -25,7 +25,7 @@ def result() -> Result:
 def test_a_result_as_json_has_all_fields_except_the_schedule(result: Result) -> None:
     found = result.to_dict()
     for name in (
-        "shard_plan", "gradient_checkpointing", "max_in_flight", "predicted_step_s",
+        "shard_plan", "max_in_flight", "predicted_step_s",
         "devices", "unused", "limits", "seconds",
     ):  # fmt: skip
         assert name in found

@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> None:
         result = plan_report.make_plan(profile, wishes)
     described = {**plan_report.described(result), **about}
     if arguments.measure:
-        described["measured_links"] = plan_report.links_of(profile)
+        described["measured_links"] = profile.to_dict()["links"]
     if about:
         from hetero_framework.extras.planner.estimate import pace
 
