@@ -118,14 +118,8 @@ def verdicts(_verdicts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
     def remember(kind: str, question: str, answer: Any) -> None:
         _verdicts[f"{kind} {question}"] = answer
 
-    modules = [equivalence]
-    with contextlib.suppress(ImportError):  # heart's tests run without extras
-        from hetero_framework.extras.talking import generation
-
-        modules.append(generation)
-    for module in modules:
-        monkeypatch.setattr(module, "recall", recall)
-        monkeypatch.setattr(module, "remember", remember)
+    monkeypatch.setattr(equivalence, "recall", recall)
+    monkeypatch.setattr(equivalence, "remember", remember)
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,8 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from hetero_framework.config import Config, StageSpec
-from hetero_framework.core.cache import recall, remember
 from hetero_framework.core.devices import Device
 from hetero_framework.core.planned_order import FORWARD
-from hetero_framework.data.batches import num_items
 from hetero_framework.engine.stage_api import Residence, States, Transfer
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.extras.host_memory.optimizer_states import OptimizerStates
@@ -25,14 +23,20 @@ from hetero_framework.extras.host_memory.streamed_layers import (
     load_streamed,
 )
 from hetero_framework.models.cut.introspect import introspect
-from hetero_framework.models.cut.partition import ShardRange, ranges_between
+from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.reuse import ReusableModules
-from hetero_framework.models.cut.shard import Shard, build_shard
-from hetero_framework.models.cut.tiny import probe_inputs, shrink
+from hetero_framework.models.cut.shard import Shard
+from hetero_framework.models.cut.tiny import shrink
 from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 from hetero_framework.models.rng import seed_cpu
-from hetero_framework.models.verify.equivalence import deterministic, gradients, own_code, question
+from hetero_framework.models.verify.equivalence import (
+    deterministic,
+    gradients,
+    probe,
+    remembered,
+    whole_shard,
+)
 
 Load = Callable[[ShardRange, ReusableModules], Shard]
 
@@ -101,8 +105,7 @@ class HostMemory(Residence):
         self._states.settle()
 
     def transfers(self) -> list[Transfer]:
-        parts = (self._layers, self._states, self._inputs)
-        return [transfer for part in parts for transfer in part.transfers()]
+        return [*self._layers.transfers(), *self._states.transfers(), *self._inputs.transfers()]
 
     def dissolve(self, modules: ReusableModules) -> ReusableModules:
         return self._layers.dissolve(modules)
@@ -111,21 +114,21 @@ class HostMemory(Residence):
 def admit_streaming(config: PretrainedConfig) -> None:
     """Show that an architecture computes the same with layers that are not there all the time,
     unless it is known to pass. Raises ArchitectureError where it fails."""
-    asked = question(f"streaming {own_code(Path(__file__).parent)}", config, ())
-    if recall("verdicts", asked):
-        return
-    if reason := try_streaming(shrink(config)):
-        raise ArchitectureError(
-            f"the layers of a {config.model_type} model cannot stay in host memory: {reason}",
-            hint="take offload out of shard_plan",
-        )
-    remember("verdicts", asked, True)
+
+    def tried() -> bool:
+        if reason := try_streaming(shrink(config)):
+            raise ArchitectureError(
+                f"the layers of a {config.model_type} model cannot stay in host memory: {reason}",
+                hint="take offload out of shard_plan",
+            )
+        return True
+
+    remembered("streaming", config, (), tried, Path(__file__).parent)
 
 
 def try_streaming(tiny: PretrainedConfig) -> str:
     """The reason why a tiny model's layers cannot be streamed; empty where they can. With layers
     that take turns in one slot it must give the same bits as with all layers on the device."""
-    tiny = deterministic(tiny)
     for recomputes in (False, True):
         try:
             with quiet_library():
@@ -140,12 +143,9 @@ def try_streaming(tiny: PretrainedConfig) -> str:
 
 def _outcome(tiny: PretrainedConfig, recomputes: bool, streams: bool) -> dict[str, torch.Tensor]:
     """The losses of two micro-batches, and the gradients of all weights outside the layers."""
-    structure = introspect(tiny)
-    whole = ranges_between([0, structure.num_layers])[0]
-    shard = build_shard(tiny, None, whole, dtype=torch.float32)
-    blocks = dict(enumerate(shard.model.get_submodule(structure.blocks)))
-    for block in blocks.values():
-        block.requires_grad_(False)
+    shard = whole_shard(deterministic(tiny))
+    listed = shard.model.get_submodule(introspect(tiny).blocks).requires_grad_(False)
+    blocks = dict(enumerate(listed))
     if recomputes:
         shard.recompute_blocks()
     visitors = Residence()
@@ -157,10 +157,10 @@ def _outcome(tiny: PretrainedConfig, recomputes: bool, streams: bool) -> dict[st
     found = {}
     for k in range(2):
         visitors.begin(FORWARD, k, FORWARD)
-        inputs = probe_inputs(tiny, k, ids_per_token=structure.ids_per_token)
+        inputs, items = probe(tiny, seed=k)
         with torch.random.fork_rng(devices=[]):
             seed_cpu(k)  # some models draw, and no setting turns it off
-            loss = shard.loss(inputs, (), torch.tensor(num_items([inputs])))
+            loss = shard.loss(inputs, (), items)
             loss.backward()
         found[f"the loss of micro-batch {k}"] = loss.detach()
     return {**found, **gradients(shard.model)}

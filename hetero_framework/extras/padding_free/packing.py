@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from hetero_framework.core.cache import recall, remember
 from hetero_framework.data.batches import collate, num_items, pack
 from hetero_framework.data.examples import ExamplesBuilder
 from hetero_framework.errors import ArchitectureError
@@ -29,8 +28,7 @@ from hetero_framework.models.verify.equivalence import (
     deterministic,
     gradients,
     largest_difference,
-    own_code,
-    question,
+    remembered,
     whole_step,
 )
 from hetero_framework.trainer.resolution import Resolved
@@ -64,20 +62,22 @@ def without_padding(resolved: Resolved, model_config: PretrainedConfig) -> Resol
 def admit_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str | None:
     """`Packing.attention` for training with `data.padding_free`, remembered. Raises
     ArchitectureError where samples of one row would see each other."""
-    asked = question(f"packing {own_code(Path(__file__).parent)}", config, ranges)
-    if answer := recall("verdicts", asked):
-        attention: str | None = answer["attention"]
-        return attention
-    packing = try_packing(config, ranges)
-    if packing.reason:
-        raise ArchitectureError(
-            f"a {config.model_type} model cannot be trained with data.padding_free:"
-            f" {packing.reason}",
-            hint="set data.padding_free to false (docs/architectures.md lists the architectures"
-            " that can do without padding)",
-        )
-    remember("verdicts", asked, {"attention": packing.attention})
-    return packing.attention
+
+    def tried() -> dict[str, str | None]:
+        packing = try_packing(config, ranges)
+        if packing.reason:
+            raise ArchitectureError(
+                f"a {config.model_type} model cannot be trained with data.padding_free:"
+                f" {packing.reason}",
+                hint="set data.padding_free to false (docs/architectures.md lists the architectures"
+                " that can do without padding)",
+            )
+        return {"attention": packing.attention}
+
+    found: dict[str, str | None] = remembered(
+        "packing", config, ranges, tried, Path(__file__).parent
+    )
+    return found["attention"]
 
 
 def try_packing(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Packing:
@@ -145,7 +145,7 @@ def _packing_problem(
             )
         chain = Chain(shards)
         with quiet_library():
-            cut_loss = float(chain.forward_backward(samples.packed, samples.items))
+            cut_loss = chain.forward_backward(samples.packed, samples.items)
     except ArchitectureError as error:
         return error.message
     except LIBRARY_ERRORS as error:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config
-from hetero_framework.core.cache import recall, remember
 from hetero_framework.core.messages import Decoding
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import ArchitectureError, HeteroError, PeerLostError, StoppedEarly
@@ -31,8 +31,8 @@ from hetero_framework.models.verify.equivalence import (
     TOLERANCE,
     build_both,
     deterministic,
-    own_code,
-    question,
+    largest_difference,
+    remembered,
 )
 from hetero_framework.trainer.metrics import StepLines
 from hetero_framework.trainer.observers import Due, Observer, RunStart, Watched
@@ -233,17 +233,17 @@ class SamplesFile(Observer):
 def admit_decoding(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Continuing:
     """How a model that is cut this way continues a text, remembered. Raises ArchitectureError where
     it cannot."""
-    asked = question(f"decoding {own_code(Path(__file__).parent)}", config, ranges)
-    if answer := recall("verdicts", asked):
-        return Continuing(answer["cached"], answer["reason"])
-    found = try_decoding(config, ranges)
-    if found.impossible:
-        raise ArchitectureError(
-            f"a {config.model_type} model cannot continue a text here: {found.reason}",
-            hint="leave training.sample_prompts out",
-        )
-    remember("verdicts", asked, {"cached": found.cached, "reason": found.reason})
-    return found
+
+    def tried() -> dict[str, Any]:
+        found = try_decoding(config, ranges)
+        if found.impossible:
+            raise ArchitectureError(
+                f"a {config.model_type} model cannot continue a text here: {found.reason}",
+                hint="leave training.sample_prompts out",
+            )
+        return {"cached": found.cached, "reason": found.reason}
+
+    return Continuing(**remembered("decoding", config, ranges, tried, Path(__file__).parent))
 
 
 def try_decoding(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Continuing:
@@ -262,10 +262,13 @@ def try_decoding(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Cont
             vocabulary = int(tiny.get_text_config().vocab_size)
             ids = torch.randint(3, vocabulary, (1, _PROMPT_TOKENS + _NEW_TOKENS), generator=draw)
             ends = range(_PROMPT_TOKENS, ids.shape[1])
-            expected = [whole(input_ids=ids[:, :n], use_cache=False).logits[0, -1] for n in ends]
+            texts = (ids[:, :end] for end in ends)
+            rows = [whole(input_ids=text, use_cache=False).logits[0, -1] for text in texts]
+            expected = {"logits": torch.stack(rows)}
             for cached in (True, False):
                 try:
-                    difference = _difference(_cut(shards, ids, cached), expected)
+                    found = {"logits": torch.stack(_cut(shards, ids, cached))}
+                    difference, _ = largest_difference(found, expected)
                 except LIBRARY_ERRORS as error:
                     reasons.append(briefly(error))
                     continue
@@ -291,10 +294,3 @@ def _cut(shards: Sequence[Shard], ids_1S: Tensor, cached: bool) -> list[Tensor]:
         logits.append(shards[-1].next_logits(inputs, received, caches[-1]))
         first = end if cached else 0
     return logits
-
-
-def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference, relative to the largest logit."""
-    one, other = torch.stack(list(found)), torch.stack(list(expected))
-    difference = (one - other).abs().max() / other.abs().max()
-    return float(difference) if bool(torch.isfinite(difference)) else float("inf")

@@ -14,7 +14,7 @@ import json
 import math
 import platform
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -90,14 +90,12 @@ class Comparison:
 
 def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Comparison:
     """Compare before training, unless it is known to pass. Raises ArchitectureError if it fails."""
-    if family_of(config) is not None:  # the user's code may decide, which `question` does not know
+    if family_of(config) is not None:  # the user's code may decide, which no question names
         return _admitted(compare(config, ranges))
-    asked = question("cut", config, ranges)
-    if verdict := recall("verdicts", asked):
-        return Comparison(config.model_type, verdict, stages=tuple(ranges))
-    result = _admitted(compare(shrink(config), ranges))
-    remember("verdicts", asked, result.verdict)
-    return result
+    verdict = remembered(
+        "cut", config, ranges, lambda: _admitted(compare(shrink(config), ranges)).verdict
+    )
+    return Comparison(config.model_type, verdict, stages=tuple(ranges))
 
 
 def _admitted(result: Comparison) -> Comparison:
@@ -115,49 +113,54 @@ def admit_adapter(config: PretrainedConfig, plan: AdapterPlan) -> None:
     not: PEFT takes a module's inputs and outputs from its class, and some routers have others."""
     lora = plan.lora_config
     decisive = (plan.modules, plan.parameters, plan.saved_modules, lora.use_dora, lora.bias)
-    asked = question(f"adapter {decisive!r}", config, ())
-    if recall("verdicts", asked):
-        return
-    tiny = shrink(config)
-    whole = ranges_between([0, introspect(tiny).num_layers])[0]
-    inputs, entered = _probe_inputs(tiny), ["the model"]
+    remembered(f"adapter {decisive!r}", config, (), lambda: _try_adapter(config, plan))
+
+
+def _try_adapter(config: PretrainedConfig, plan: AdapterPlan) -> bool:
+    tiny, entered = shrink(config), ["the model"]
+    fresh = copy.deepcopy(plan.lora_config)
+    fresh.init_lora_weights = True  # nothing to read or to decompose
     with quiet_library():
-        shard = build_shard(tiny, None, whole, dtype=torch.float32)
-        attach_adapter(shard, _fresh(plan), 0)
+        shard = whole_shard(tiny)
+        attach_adapter(shard, replace(plan, lora_config=fresh, weights=None), 0)
         for name in plan.modules:
             shard.model.get_submodule(name).register_forward_pre_hook(
                 lambda *_, name=name: entered.append(name)
             )
         try:
-            shard.logits(inputs, ())
+            shard.logits(probe(tiny)[0], ())
         except LIBRARY_ERRORS as error:
             raise ConfigError(
                 f"a {config.model_type} model does not run with this adapter: {entered[-1]} fails"
                 f" ({briefly(error)})",
                 hint=f'set "adapter.exclude_modules": ["{entered[-1].rpartition(".")[2]}"]',
             ) from error
-    remember("verdicts", asked, True)
+    return True
 
 
-def _fresh(plan: AdapterPlan) -> AdapterPlan:
-    """The same plan with nothing to read or to decompose."""
-    config = copy.deepcopy(plan.lora_config)
-    config.init_lora_weights = True
-    return replace(plan, lora_config=config, weights=None)
-
-
-def question(what: str, config: PretrainedConfig, ranges: Sequence[ShardRange]) -> str:
-    """Everything, as text, that an answer about a tiny copy depends on, including the code of
-    models/ and of the extra for models of several parts."""
+def remembered(
+    what: str,
+    config: PretrainedConfig,
+    ranges: Sequence[ShardRange],
+    find: Callable[[], Any],
+    *code: Path,
+) -> Any:
+    """What `find` finds out about a tiny copy, as JSON data; remembered for all that it depends on:
+    also the code in models/, in the extra for models of several parts, and in the folders `code`.
+    `find` raises where it refuses, so a refusal is never remembered."""
     settings = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
     package = Path(__file__).parents[2]
     extras = {entry.extra for entry in registry.entries("multimodal").values()}
-    code = [own_code(package / "models"), *(own_code(package / "extras" / name) for name in extras)]
-    versions = [torch.__version__, transformers.__version__, *code]
+    folders = [package / "models", *(package / "extras" / name for name in extras), *code]
+    versions = [torch.__version__, transformers.__version__, *map(own_code, folders)]
     machine = [platform.system(), platform.machine(), torch.get_num_threads()]
     cut = [astuple(rng) for rng in ranges]
     asked = [what, settings, config._attn_implementation, cut, versions, machine]
-    return json.dumps(asked, sort_keys=True, default=str)
+    question = json.dumps(asked, sort_keys=True, default=str)
+    if (found := recall("verdicts", question)) is None:
+        found = find()
+        remember("verdicts", question, found)
+    return found
 
 
 @functools.cache
@@ -199,6 +202,12 @@ def deterministic(config: PretrainedConfig) -> PretrainedConfig:
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(part, name, 0.0)
     return config
+
+
+def whole_shard(tiny: PretrainedConfig) -> Shard:
+    """A tiny model with random weights, as one shard."""
+    whole = ranges_between([0, introspect(tiny).num_layers])[0]
+    return build_shard(tiny, None, whole, dtype=torch.float32)
 
 
 def build_both(
@@ -249,15 +258,14 @@ def _train_both(
     result = replace(result, half=_half_problem(whole, chain, config))
     optimizer = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE)
     for step in range(STEPS):
-        inputs = _probe_inputs(config, seed=step)
-        items = torch.tensor(num_items([inputs]))
+        inputs, items = probe(config, seed=step)
         optimizer.zero_grad()
         loss = whole_step(whole, inputs, items, config)
         try:
             cut_loss = chain.forward_backward(inputs, items)
         except LIBRARY_ERRORS as error:
             return refused(f"a shard does not run alone ({briefly(error)})")
-        difference = max(result.loss_difference, abs(loss - cut_loss.item()))
+        difference = max(result.loss_difference, abs(loss - cut_loss))
         result = replace(result, loss_difference=difference)
         expected, actual = gradients(whole), chain.gradients()
         if lost := [name for name in expected if name not in actual]:
@@ -282,8 +290,10 @@ def _train_both(
     return replace(result, reason=f"training diverges, most in {worst}")
 
 
-def _probe_inputs(config: PretrainedConfig, seed: int = 0) -> Inputs:
-    return probe_inputs(config, seed, ids_per_token=introspect(config).ids_per_token)
+def probe(config: PretrainedConfig, seed: int = 0) -> tuple[Inputs, torch.Tensor]:
+    """A micro-batch of random tokens, and the number of its labels."""
+    inputs = probe_inputs(config, seed, ids_per_token=introspect(config).ids_per_token)
+    return inputs, torch.tensor(num_items([inputs]))
 
 
 def why_not_chunked(config: PretrainedConfig) -> str | None:
@@ -292,12 +302,10 @@ def why_not_chunked(config: PretrainedConfig) -> str | None:
     tiny = shrink(config)
     if introspect(tiny).reports:
         return "the routers' loss is one of the whole micro-batch"
-    whole = ranges_between([0, introspect(tiny).num_layers])[0]
     with quiet_library():
-        shard = build_shard(tiny, None, whole, dtype=torch.float32)
+        shard = whole_shard(tiny)
         shard.train(False)
-        inputs = _probe_inputs(tiny)
-        items = torch.tensor(num_items([inputs]))
+        inputs, items = probe(tiny)
         try:
             loss = shard.loss(inputs, (), items)
             loss.backward()
@@ -349,9 +357,8 @@ def largest_difference(
 def _half_problem(whole: Any, chain: Chain, config: PretrainedConfig) -> str:
     """How a cut changes the loss or the gradients in bfloat16 autocast; empty where it changes no
     bit. Trains nothing."""
-    inputs = _probe_inputs(config)
-    items, half = torch.tensor(num_items([inputs])), torch.bfloat16
-    who = "the whole model does not run"
+    inputs, items = probe(config)
+    half, who = torch.bfloat16, "the whole model does not run"
     # In training mode some routers draw among gates that are equal in 16 bits.
     for part in (whole, chain):
         part.train(False)
@@ -359,7 +366,8 @@ def _half_problem(whole: Any, chain: Chain, config: PretrainedConfig) -> str:
         loss = whole_step(whole, inputs, items, config, half)
         expected = {"the loss": torch.tensor(loss), **gradients(whole)}
         who = "a shard does not run alone"
-        actual = {"the loss": chain.forward_backward(inputs, items, half), **chain.gradients()}
+        loss = chain.forward_backward(inputs, items, half)
+        actual = {"the loss": torch.tensor(loss), **chain.gradients()}
     except LIBRARY_ERRORS as error:
         return f"{who} ({briefly(error)})"
     finally:
@@ -417,7 +425,7 @@ class Chain:
 
     def forward_backward(
         self, inputs: Inputs, items: torch.Tensor, autocast: torch.dtype | None = None
-    ) -> torch.Tensor:
+    ) -> float:
         """The loss. Gradients are left in the parameters; those of a tied weight's places are
         summed, from the last place on."""
         for shard in self._shards:
@@ -445,7 +453,7 @@ class Chain:
         for name in {*self._ties, *self._ties.values()}:
             total = sums.get(self._ties.get(name, name))
             self.parameters[name].grad = None if total is None else total.clone()
-        return loss.detach()
+        return float(loss.detach())
 
     def train(self, mode: bool) -> None:
         for shard in self._shards:

@@ -9,6 +9,7 @@ from hetero_framework.extras.host_memory import residence
 from hetero_framework.extras.host_memory.streamed_layers import StreamedLayers
 from hetero_framework.models.cut.shard import Shard
 from hetero_framework.models.cut.tiny import tiny_config
+from hetero_framework.models.verify import equivalence
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3n_text", "gpt_oss", "data2vec-text"])
@@ -34,6 +35,6 @@ def test_layers_that_are_overwritten_too_early_are_seen(
 
     monkeypatch.setattr(Shard, "recompute_blocks", noting)
     monkeypatch.setattr(StreamedLayers, "_use", early)
-    monkeypatch.setattr(residence, "recall", lambda *_: None)
+    monkeypatch.setattr(equivalence, "recall", lambda *_: None)
     with pytest.raises(ArchitectureError, match="cannot stay in host memory"):
         residence.admit_streaming(tiny_config("llama"))
