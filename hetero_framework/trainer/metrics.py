@@ -27,7 +27,7 @@ from typing import Any
 from hetero_framework.config import StageSpec
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.files import write_file
-from hetero_framework.data import MicroBatch, padded_count, token_count
+from hetero_framework.data.batches import MicroBatch, padded_count, token_count
 from hetero_framework.engine.pipeline import StageStatistics
 from hetero_framework.errors import DataError, ResourceError, UserError
 from hetero_framework.file_trust import not_through_links
