@@ -169,7 +169,7 @@ class Replanning(Plans):
             parts = {**parts, "host_bytes": free_there, "machine": name}
             if streams:
                 rate = self._known_rates.get(str(owner), _ASSUMED_RATE)
-                parts["host_to_device_bytes_per_s"] = rate
+                parts = {**parts, "host_to_device_bytes_per_s": rate}
         kind = config.quantization(owner)
         others = {s.index for s in config.plan.stages if config.quantization(s.owner) != kind}
         if not others:
