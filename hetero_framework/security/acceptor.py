@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from ipaddress import IPv6Address, IPv6Network
-from typing import ClassVar, Protocol
 
 from hetero_framework import log
 from hetero_framework.core import addresses, timeouts
@@ -24,6 +23,7 @@ from hetero_framework.core.identity import Identity
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background
 from hetero_framework.errors import IdentityError, NetworkError, ResourceError
+from hetero_framework.security.access import Access
 
 _log = logging.getLogger(__name__)
 MAX_STRANGERS = 16
@@ -63,19 +63,11 @@ class _Stranger:
         return str(address)
 
 
-class Admission(Protocol):
-    """What decides who may connect: the access of a run (see `Plaintext`), or `Inviting`."""
-
-    encrypts: ClassVar[bool]
-
-    def accepted(self, stream: Stream) -> tuple[Stream, Identity | None]: ...
-
-
 class Acceptor:
     """Calls `greet(stream, identity)` for each peer that `access` admits: in a thread per peer, or
     without keys in the thread of `run`. The owner reports the end of each such stream to `gone`."""
 
-    def __init__(self, access: Admission, greet: Greet) -> None:
+    def __init__(self, access: Access, greet: Greet) -> None:
         self._access = access
         self._greet = greet
         self._rates = RateLimit()
