@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from ipaddress import IPv6Address, IPv6Network
+from typing import Protocol
 
 from hetero_framework import log
 from hetero_framework.core import addresses, timeouts
@@ -23,7 +24,6 @@ from hetero_framework.core.identity import Identity
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background
 from hetero_framework.errors import IdentityError, NetworkError, ResourceError
-from hetero_framework.security.access import Access
 
 _log = logging.getLogger(__name__)
 MAX_STRANGERS = 16
@@ -63,11 +63,19 @@ class _Stranger:
         return str(address)
 
 
+class Gate(Protocol):
+    """The part of an access that decides on peers that dial; see `access.Plaintext`."""
+
+    @property
+    def encrypts(self) -> bool: ...
+    def accepted(self, stream: Stream) -> tuple[Stream, Identity | None]: ...
+
+
 class Acceptor:
     """Calls `greet(stream, identity)` for each peer that `access` admits: in a thread per peer, or
     without keys in the thread of `run`. The owner reports the end of each such stream to `gone`."""
 
-    def __init__(self, access: Access, greet: Greet) -> None:
+    def __init__(self, access: Gate, greet: Greet) -> None:
         self._access = access
         self._greet = greet
         self._rates = RateLimit()

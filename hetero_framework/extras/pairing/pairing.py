@@ -126,7 +126,7 @@ class Configuration:
 
 
 class Inviting:
-    """The inviting side: an `Access` that admits no peer, but hands out certificates."""
+    """The inviting side: a `Gate` that admits no peer, but hands out certificates."""
 
     encrypts: ClassVar[bool] = True
 
@@ -153,15 +153,6 @@ class Inviting:
     def over(self) -> bool:
         """Whether all invitations are over."""
         return all(entry.over(self._clock()) for entry in self.invitations)
-
-    def check_address(self, host: str, what: str) -> None:
-        """Any address will do: the user is told where this listens."""
-
-    def arguments(self, processes: Iterable[WorkerId]) -> list[str]:
-        return []
-
-    def dialled(self, stream: Stream, process: WorkerId) -> Stream:
-        raise AssertionError("nobody is dialled")
 
     def accepted(self, stream: Stream) -> tuple[Stream, Identity | None]:
         """Hold the whole conversation with a joining machine."""
