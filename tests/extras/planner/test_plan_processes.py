@@ -49,7 +49,8 @@ def test_measured_plan_is_written_and_trains_to_the_same_bits(
     profile = load_profile(kept)
     assert [device.id for device in profile.devices] == ["local", 1, 2]
     assert profile.layers == 6
-    assert all(d.layer_forward_s[0] > 0 and d.head_backward_s > 0 for d in profile.devices)
+    # The head's time is a difference, which is 0 where another process had the processor.
+    assert all(d.layer_forward_s[0] > 0 and d.head_backward_s >= 0 for d in profile.devices)
     ends = {(link.sender, link.receiver) for link in profile.links}
     everyone = ("local", 1, 2)
     assert ends == {(a, b) for a in everyone for b in everyone if a != b}
