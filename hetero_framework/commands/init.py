@@ -414,7 +414,7 @@ class _Questions:
         self.fill("workers", question, f"127.0.0.1:{WORKER_PORT}", _workers)
         if self.answers.workers and sys.stdin.isatty():
             question = "Measure the machines when the run begins, and plan by that? (yes/no)"
-            self.fill("measure", question, "no", lambda text: _one_of("yes", "no")(text) == "yes")
+            self.fill("measure", question, "no", _yes)
         question = "Train lora, qlora (4-bit base) or none (all weights)"
         self.fill("adapter", question, "lora", _one_of(*ADAPTERS))
 
@@ -465,6 +465,10 @@ def _one_of(*words: str) -> Callable[[str], str]:
         return text.lower()
 
     return check
+
+
+def _yes(text: str) -> bool:
+    return _one_of("yes", "y", "no", "n")(text).startswith("y")
 
 
 def _coordinator(
