@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,12 @@ Alone = Callable[..., Config]
 
 
 @pytest.fixture(scope="session")
-def alone_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone_model(tmp_path_factory):
     return save_llama(tmp_path_factory.mktemp("model"), layers=1)
 
 
 @pytest.fixture
-def alone(alone_model: Path, tmp_path: Path) -> Alone:
+def alone(alone_model, tmp_path):
     """Configurations of one process: four steps over eight lines, into `tmp_path / name`."""
     texts = save_texts(tmp_path / "texts.jsonl", 8)
 

@@ -6,7 +6,6 @@ import gc
 import os
 import random
 import signal
-from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.metadata import version
 
@@ -95,14 +94,14 @@ def _freeze() -> None:
 
 
 @pytest.fixture
-def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_ticks(monkeypatch):
     """Threads look at their deadlines more often. Only for tests that assert nothing about how soon
     a thread is woken: to close a listener and a link takes a tick each, half a second."""
     monkeypatch.setattr(timeouts, "TICK_S", 0.02)
 
 
 @pytest.fixture
-def logged() -> Iterator[list[str]]:
+def logged():
     """The package's log lines, as they come."""
     lines: list[str] = []
     with log_to("INFO", Lines(lambda level, text: lines.append(text))):
@@ -110,7 +109,7 @@ def logged() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
+def stack():
     """A stack that closes, at the end of the test, the contexts that the test entered in it."""
     with ExitStack() as made:
         yield made

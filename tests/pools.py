@@ -98,12 +98,12 @@ class Notes(Progress):
 
 
 @pytest.fixture(scope="session")
-def _verdicts() -> dict[str, Any]:
+def _verdicts():
     return {}
 
 
 @pytest.fixture
-def verdicts(_verdicts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def verdicts(_verdicts, monkeypatch):
     """What was found of a tiny copy is remembered from test to test, and nothing else is.
 
     As between runs of a user, who has a cache. Training the copies took 1.0 of 2.3 s of a short run
@@ -123,7 +123,7 @@ def verdicts(_verdicts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture(scope="session")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+def pool(tmp_path_factory):
     directory = tmp_path_factory.mktemp("pool")
     ports = free_ports(NUM_WORKERS + 1)
     machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": DEVICE}
@@ -187,18 +187,18 @@ def with_end(process: subprocess.Popen[bytes], log: Path | None = None) -> None:
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tmp_path_factory):
     return save_llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="session")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def texts(tmp_path_factory):
     """21 lines: with batch 2 and accumulation 4, every epoch ends in a partial batch and step."""
     return save_texts(tmp_path_factory.mktemp("data") / "texts.jsonl", 21)
 
 
 @pytest.fixture
-def configured(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Callable[..., Config]:
+def configured(pool, llama, texts, tmp_path):
     """Configurations with the given cuts and sections: the llama over the texts, if no others are
     given, into `tmp_path / name`."""
 
@@ -211,7 +211,7 @@ def configured(pool: Pool, llama: Path, texts: Path, tmp_path: Path) -> Callable
 
 
 @pytest.fixture
-def losses(configured: Callable[..., Config], tmp_path: Path) -> Callable[..., list[tuple]]:
+def losses(configured, tmp_path):
     """Train with the given cuts and sections; (loss, grad_norm, learning_rate) of every step."""
 
     def run(cuts: list[int], name: str = "run", **sections: Any) -> list[tuple]:
@@ -264,7 +264,7 @@ def started(log: Path, *words: str, **how: Any) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture
-def nothing_left(pool: Pool) -> Iterator[None]:
+def nothing_left(pool):
     """No test may leave a thread, a socket or a child behind, or end a worker of the pool."""
     with leaving_nothing():
         yield
@@ -272,7 +272,7 @@ def nothing_left(pool: Pool) -> Iterator[None]:
 
 
 @pytest.fixture
-def nothing_left_here() -> Iterator[None]:
+def nothing_left_here():
     """The same where the pool is not needed."""
     with leaving_nothing():
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from tests.faults import report
 
 
 @pytest.fixture
-def figure(request: pytest.FixtureRequest) -> Callable[[str, str, str], None]:
+def figure(request):
     """Add a row (what, reached, goal) to the table."""
 
     def add(what: str, reached: str, goal: str) -> None:

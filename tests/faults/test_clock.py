@@ -29,7 +29,7 @@ runpy.run_module("hetero_framework", run_name="__main__")
 """
 
 
-def test_f28_clocks_a_year_apart_and_one_that_jumps_change_nothing(tmp_path, monkeypatch) -> None:
+def test_f28_clocks_a_year_apart_and_one_that_jumps_change_nothing(tmp_path, monkeypatch):
     """Worker 1 is a year ahead; the coordinator's clock goes back by one in the middle."""
     llama, texts = save_llama(tmp_path / "llama"), save_texts(tmp_path / "texts.jsonl", 21)
     calm = configuration(tmp_path / "calm", llama, texts)

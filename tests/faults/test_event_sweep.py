@@ -27,14 +27,14 @@ def swept(at: Path, pairs: list[str]) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_few_event_pairs_end_with_the_undisturbed_result(tmp_path: Path) -> None:
+def test_a_few_event_pairs_end_with_the_undisturbed_result(tmp_path):
     swept(tmp_path, FEW)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("state", STATES)
-def test_every_event_pair_ends_with_the_undisturbed_result(state: str, tmp_path, figure) -> None:
+def test_every_event_pair_ends_with_the_undisturbed_result(state, tmp_path, figure):
     found = swept(tmp_path, [f"{state}/{event}" for event in EVENTS])
     longest = max(one["s"] for one in found)
     figure(f"{', '.join(EVENTS)} while {state}", f"bit-equal, <= {longest:.0f} s", "bit-equal")

@@ -7,10 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -41,14 +38,14 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     at = tmp_path_factory.mktemp("everything")
     random_kills.prepare(at)
     return at
 
 
 @pytest.fixture(scope="module")
-def whole(place: Path) -> dict[str, Any]:
+def whole(place):
     """The records and weights of an undisturbed run."""
     ended(begin("everything", place, "whole"))
     return found(place / "whole")
@@ -63,7 +60,7 @@ def ended(run: Victims) -> None:
 
 
 @pytest.fixture
-def running(request: pytest.FixtureRequest, place: Path) -> Iterator[Victims]:
+def running(request, place):
     """A run of which four steps are done."""
     name = re.sub(r"\\W", "-", request.node.name)
     run = begin("everything", place, name)
@@ -75,7 +72,7 @@ def running(request: pytest.FixtureRequest, place: Path) -> Iterator[Victims]:
 
 
 @pytest.mark.parametrize("who", ["worker", "coordinator"])
-def test_f16_a_process_that_stands_still_for_30_s_changes_nothing(who: str, running, whole) -> None:
+def test_f16_a_process_that_stands_still_for_30_s_changes_nothing(who, running, whole):
     """A worker is taken for dead and started again; a coordinator finds its workers waiting."""
     pids = [running.train.process.pid] if who == "coordinator" else []
     (process,) = map(psutil.Process, pids or [worker.pid for worker in running.workers()])
@@ -89,7 +86,7 @@ def test_f16_a_process_that_stands_still_for_30_s_changes_nothing(who: str, runn
     assert different(found(running.output), whole) == []
 
 
-def test_f28_a_clock_that_jumps_forward_and_back_changes_nothing(place, whole) -> None:
+def test_f28_a_clock_that_jumps_forward_and_back_changes_nothing(place, whole):
     """By a day, in all processes of the run."""
     offset, site = place / "offset", place / "site"
     site.mkdir()
@@ -107,9 +104,7 @@ def test_f28_a_clock_that_jumps_forward_and_back_changes_nothing(place, whole) -
     assert all(value >= 0 for line in history for name, value in line.items() if "_per_" in name)
 
 
-def test_f24_a_disk_that_is_full_for_a_while_costs_records_and_checkpoints_only(
-    place: Path, whole: dict[str, Any]
-) -> None:
+def test_f24_a_disk_that_is_full_for_a_while_costs_records_and_checkpoints_only(place, whole):
     """All that a run writes is on it, the cache as well."""
     with small_disk(place / "disk") as mounted:
         if not mounted:

@@ -25,14 +25,14 @@ def check(measured: dict[str, Any]) -> None:
     assert ends["none"] > frames / 100, measured
 
 
-def test_20_000_mutated_frames() -> None:
+def test_20_000_mutated_frames():
     [measured] = told("frame_fuzz", 20_000, 1)
     check(measured)
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
-def test_2_million_mutated_frames(figure) -> None:
+def test_2_million_mutated_frames(figure):
     with ThreadPoolExecutor() as pool:
         parts = [*pool.map(lambda seed: told("frame_fuzz", 1_000_000, seed)[0], (2, 3))]
     grown = max(part["grown_bytes"] for part in parts) / (1 << 20)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +16,12 @@ import pytest
 from benchmarks.islands import Islands
 from benchmarks.machines import Machines
 from benchmarks.replanning import Here
-from hetero_framework.extras.islands.lighthouse import Lighthouse
 from tests.faults.test_islands import (
     DEATHS,
     NAMES,
     NUM_TEXTS,
     Deaths,
     Held,
-    Make,
     assert_each_sample_once,
     assert_same_result,
     cut,
@@ -47,7 +44,7 @@ STREAMING = {"sync_steps": 4, "fragments": 2, "delay_steps": 1, "mixing": 0.5}
 
 
 @pytest.fixture
-def make(folder: Path, tmp_path: Path, server: Lighthouse) -> Make:
+def make(folder, tmp_path, server):
     """Configurations of islands with one-letter names, by name."""
 
     def raws(names: str, steps: int, adapter: dict[str, Any] | None, **section: Any) -> Any:
@@ -95,9 +92,7 @@ POINTS: Deaths = [
     "adapter",
     [pytest.param(LORA, id="lora"), pytest.param(None, id="full", marks=pytest.mark.long)],
 )
-def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
-    adapter: dict[str, Any] | None, make: Make
-) -> None:
+def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(adapter, make):
     section = STREAMING if adapter is not None else {"sync_steps": 4}
     raws = make("abc", 120, adapter, min_islands=3, **section)
     with Machines() as started:
@@ -109,7 +104,7 @@ def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(
 
 
 @NAMES
-def test_the_remaining_islands_go_on_while_others_are_away(names: str, make: Make) -> None:
+def test_the_remaining_islands_go_on_while_others_are_away(names, make):
     """All but the last die, at once, in the middle of a round, and come back when rounds were made
     without them."""
     *dying, last = names
@@ -132,7 +127,7 @@ def test_the_remaining_islands_go_on_while_others_are_away(names: str, make: Mak
     assert_same_result(raws)
 
 
-def test_islands_join_late_and_leave_in_order_and_return(make: Make) -> None:
+def test_islands_join_late_and_leave_in_order_and_return(make):
     raws = make("abc", 240, LORA, **STREAMING)
     with Machines() as started:
         islands = Held(started, raws, dict.fromkeys("abc", 0.01))
@@ -152,7 +147,7 @@ def test_islands_join_late_and_leave_in_order_and_return(make: Make) -> None:
     assert_same_result(raws)
 
 
-def test_a_worker_lost_in_a_round_is_recovered_within_its_island(make: Make) -> None:
+def test_a_worker_lost_in_a_round_is_recovered_within_its_island(make):
     raws = make("ab", 120, LORA, **STREAMING)
     half = cut(raws["a"])
     with Machines() as started:
@@ -175,7 +170,7 @@ def test_a_worker_lost_in_a_round_is_recovered_within_its_island(make: Make) -> 
         pytest.param("ab", "abc", id="more", marks=pytest.mark.long),
     ],
 )
-def test_a_run_goes_on_with_other_islands_and_plans(before: str, after: str, make: Make) -> None:
+def test_a_run_goes_on_with_other_islands_and_plans(before, after, make):
     raws = make("abc", 96, LORA, **STREAMING)
     with Machines() as started:
         islands = Held(started, raws, dict.fromkeys("abc", 0.01))
@@ -192,7 +187,7 @@ WARM: Deaths = [
 
 
 @DEATHS
-def test_deaths_around_the_end_of_the_warm_up_lose_nothing(make: Make) -> None:
+def test_deaths_around_the_end_of_the_warm_up_lose_nothing(make):
     """Steps that sum gradients are of all islands; they count as they are done."""
     section = {**STREAMING, "warmup_steps": 10, "min_islands": 3}
     raws = make("abc", 70, LORA, **section)

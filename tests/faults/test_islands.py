@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from benchmarks.replanning import Here
 from hetero_framework.cluster.worker import serve
 from hetero_framework.config import Config
 from hetero_framework.engine.loading import load_stages
-from hetero_framework.extras.islands.lighthouse import Lighthouse
 from hetero_framework.trainer.coordinator import train
 from tests.extras.islands.optional import need_torchft
 from tests.fault_proxy import FaultProxy
@@ -42,12 +41,12 @@ Make = Callable[..., Any]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def torchft() -> None:
+def torchft():
     need_torchft()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("islands")
     save_llama(made / "model", layers=LAYERS)
     save_tokenizer(made / "words")
@@ -66,7 +65,7 @@ def raw_of(
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[float]]:
+def alone(folder, tmp_path_factory):
     """The losses of one process."""
     known: list[float] = []
 
@@ -82,7 +81,7 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[i
 
 
 @pytest.fixture
-def server() -> Iterator[Lighthouse]:
+def server():
     """What `hetero lighthouse` opens."""
     with lighthouse() as made:
         yield made
@@ -112,9 +111,7 @@ class Run:
 
 
 @pytest.fixture
-def make(
-    folder: Path, tmp_path: Path, server: Lighthouse, alone: Callable[[int], list[float]]
-) -> Make:
+def make(folder, tmp_path, server, alone):
     """Runs of islands with one-letter names, beside that lighthouse or another."""
 
     def run(names: str, steps: int, *, port: int = server.port, **more: Any) -> Run:
@@ -247,7 +244,7 @@ POINTS: Deaths = [
 
 
 @DEATHS
-def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(make: Make) -> None:
+def test_every_point_at_which_an_island_dies_leaves_all_with_the_same_bits(make):
     """Three islands, of which none trains without the others, so that each death happens."""
     run = make("abc", 16, min_islands=3)
     with Machines() as started:
@@ -262,7 +259,7 @@ NAMES = pytest.mark.parametrize("names", [pytest.param("ab", marks=pytest.mark.l
 
 
 @NAMES
-def test_the_remaining_islands_go_on_while_others_are_away(names: str, make: Make) -> None:
+def test_the_remaining_islands_go_on_while_others_are_away(names, make):
     """All but the last die, one after the other or at once, and come back when steps were made
     without them."""
     *dying, last = names
@@ -284,7 +281,7 @@ def test_the_remaining_islands_go_on_while_others_are_away(names: str, make: Mak
     assert last in who.values()
 
 
-def test_islands_join_late_leave_in_order_and_return(make: Make) -> None:
+def test_islands_join_late_leave_in_order_and_return(make):
     run = make("abc", 45)
     with Machines() as started:
         islands = Held(started, run.raws, dict.fromkeys("abc", 0.02))
@@ -304,7 +301,7 @@ def test_islands_join_late_leave_in_order_and_return(make: Make) -> None:
     assert who[45] == "abc"
 
 
-def test_a_frozen_island_holds_the_others_up_for_a_while_only(make: Make) -> None:
+def test_a_frozen_island_holds_the_others_up_for_a_while_only(make):
     run = make("abc", 40)
     for raw in run.raws.values():
         raw["training"]["liveness_timeout_s"] = 3.0
@@ -320,7 +317,7 @@ def test_a_frozen_island_holds_the_others_up_for_a_while_only(make: Make) -> Non
     assert members(islands)[40] == "abc"
 
 
-def test_an_island_that_returns_after_the_end_trains_nothing(make: Make) -> None:
+def test_an_island_that_returns_after_the_end_trains_nothing(make):
     """Though one island is enough to train."""
     run = make("ab", 12)
     with Machines() as started:
@@ -338,7 +335,7 @@ def test_an_island_that_returns_after_the_end_trains_nothing(make: Make) -> None
     run.check(islands, "a")
 
 
-def test_an_island_that_misses_the_last_decision_gets_the_result(make: Make) -> None:
+def test_an_island_that_misses_the_last_decision_gets_the_result(make):
     """The one that decides tells one and dies; that one is done, and gives its state to the other
     though there are fewer than are wanted."""
     run = make("abc", 6, min_islands=3)
@@ -358,7 +355,7 @@ def last(islands: Islands, name: str) -> str:
     return islands.of[name].said[-1]
 
 
-def test_too_few_islands_save_their_state_and_continue_later(make: Make) -> None:
+def test_too_few_islands_save_their_state_and_continue_later(make):
     run = make("ab", 10, min_islands=2, wait_s=2.0)
     for raw in run.raws.values():
         raw["training"]["save_strategy"] = "steps"
@@ -376,7 +373,7 @@ def test_too_few_islands_save_their_state_and_continue_later(make: Make) -> None
     run.check(islands, "a", "b")
 
 
-def test_a_second_living_island_of_one_name_is_refused(make: Make) -> None:
+def test_a_second_living_island_of_one_name_is_refused(make):
     """It comes while the two that live wait for a third, and cannot end before it was refused."""
     run = make("abcd", 6, min_islands=3)
     run.raws["d"]["island"]["name"] = "a"
@@ -400,7 +397,7 @@ def test_a_second_living_island_of_one_name_is_refused(make: Make) -> None:
         pytest.param("ab", "abc", id="more"),
     ],
 )
-def test_a_run_goes_on_with_other_islands_and_plans(before: str, after: str, make: Make) -> None:
+def test_a_run_goes_on_with_other_islands_and_plans(before, after, make):
     """Those of `before` train and those of `after` go on. Who is new waits for those that have the
     run's checkpoint, which `min_islands` is for."""
     run = make("abc", 24)
@@ -439,7 +436,7 @@ def cut(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-def test_a_lighthouse_that_is_started_again_costs_no_step(make: Make) -> None:
+def test_a_lighthouse_that_is_started_again_costs_no_step(make):
     with lighthouse() as second, Machines() as started, ExitStack() as first:
         before = first.enter_context(lighthouse())
         at = ("127.0.0.1", before.port)
@@ -458,7 +455,7 @@ def test_a_lighthouse_that_is_started_again_costs_no_step(make: Make) -> None:
     assert members(islands)[40] == "ab"
 
 
-def test_a_lost_worker_is_recovered_within_its_island(make: Make) -> None:
+def test_a_lost_worker_is_recovered_within_its_island(make):
     run = make("ab", 40)
     half = cut(run.raws["a"])
     with Machines() as started:

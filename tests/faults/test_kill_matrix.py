@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,9 +23,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_whose_processes_are_killed_has_the_undisturbed_result(
-    case: str, tmp_path: Path, figure: Any
-) -> None:
+def test_a_run_whose_processes_are_killed_has_the_undisturbed_result(case, tmp_path, figure):
     done = programs.run("kill_matrix", case, tmp_path)
     logs = "\n".join(log.read_text()[-3000:] for log in tmp_path.glob("cut/logs/*.log"))
     assert done.returncode == 0, f"{done.stderr[-3000:]}\n{logs}"
@@ -43,7 +39,7 @@ def test_a_run_whose_processes_are_killed_has_the_undisturbed_result(
     assert found["slowest_s"] <= MOST_S, found
 
 
-def test_each_process_is_killed_at_each_place_that_it_passes() -> None:
+def test_each_process_is_killed_at_each_place_that_it_passes():
     struck = {
         (process, point.partition("@")[0])
         for groups in CASES.values()

@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -39,7 +38,7 @@ RELAYED = Engine("relay")
 
 
 @pytest.fixture(autouse=True)
-def forks() -> None:
+def forks():
     if sys.platform == "win32":
         pytest.skip("the benchmarks' processes need a system that forks")
 
@@ -74,7 +73,7 @@ def exchange(connection: Connection, port: int | None) -> None:
     link.close()
 
 
-def test_f32_both_ends_of_a_link_send_a_large_frame_at_once(figure) -> None:
+def test_f32_both_ends_of_a_link_send_a_large_frame_at_once(figure):
     with Machines() as machines:
         one = machines.start(Here(), exchange, None)
         other = machines.start(Here(), exchange, one.receive(LIMIT_S))
@@ -87,7 +86,7 @@ def test_f32_both_ends_of_a_link_send_a_large_frame_at_once(figure) -> None:
 
 
 @pytest.mark.parametrize("keyed", [False, True], ids=["plain", "TLS"])
-def test_f32_large_tensors_cross_in_both_directions(keyed: bool, tmp_path: Path, figure) -> None:
+def test_f32_large_tensors_cross_in_both_directions(keyed, tmp_path, figure):
     """Each micro-batch's hidden state meets the gradient of the one before."""
     load = Load.of(2, 3, [0.001], [0.001], FRAME_BYTES)
     keys = str(make_keys(tmp_path, load.devices)) if keyed else None
@@ -149,7 +148,7 @@ def send(connection: Connection, port: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("relayed", [False, True], ids=["sent", "relayed"])
-def test_f33_a_worker_that_does_not_read_costs_two_frames(relayed: bool, figure) -> None:
+def test_f33_a_worker_that_does_not_read_costs_two_frames(relayed, figure):
     """Ten are sent to it. The rest waits where it is made, or is not read."""
     count = 10
     with Machines() as machines:

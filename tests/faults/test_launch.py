@@ -109,7 +109,7 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
+def place(tmp_path):
     with open_network("100mbit", 2) as network:
         address = network.places[1].address
         enter = within(network, 1)
@@ -118,7 +118,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.mark.skipif(NO_SSH is not None, reason=str(NO_SSH))
-def test_a_run_is_started_stopped_and_continued(place: Place) -> None:
+def test_a_run_is_started_stopped_and_continued(place):
     run = place.at / "run"
     with place.launched("--set", "training.num_train_epochs=200") as process:
         metrics = run / "metrics.jsonl"
@@ -198,7 +198,7 @@ def named(at: Path) -> list[str]:
 
 
 @pytest.mark.skipif(NO_SLURM is not None, reason=str(NO_SLURM))
-def test_a_heterogeneous_job_trains_on_three_nodes(tmp_path: Path) -> None:
+def test_a_heterogeneous_job_trains_on_three_nodes(tmp_path):
     with open_network("100mbit", 3) as network, slurm(tmp_path / "slurm", network) as environment:
         ports = [{"ip": f"192.0.2.{k}", "port": 9000, "device": "cpu"} for k in range(1, 4)]
         file = configuration(tmp_path, ports)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ pytestmark = [
 ]
 
 
-def test_32_workers_equal_one_process(tmp_path: Path, figure) -> None:
+def test_32_workers_equal_one_process(tmp_path, figure):
     *_, found = told("many_workers", 32, 20, tmp_path)
     grown, seconds = found["grown_bytes"] / (1 << 20), found["seconds"]
     equal = "bit-equal" if found["equal"] else "NOT equal"
@@ -31,7 +30,7 @@ def test_32_workers_equal_one_process(tmp_path: Path, figure) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [4096, 1 << 18], ids=["4 KiB", "256 KiB"])
-def test_64_light_workers_are_all_answered(nbytes: int, figure) -> None:
+def test_64_light_workers_are_all_answered(nbytes, figure):
     """Its times are those of a machine whose cores are all taken by 128 echoing processes."""
     *_, found = told("echo_load", 64, nbytes, 3)
     share = found["links_per_s"] / found["bare_per_s"]

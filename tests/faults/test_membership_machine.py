@@ -11,12 +11,12 @@ from tests.faults.membership_machine import World
 QUIET = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 
-def test_random_event_sequences_of_workers_are_handled() -> None:
+def test_random_event_sequences_of_workers_are_handled():
     run_state_machine_as_test(World, settings=settings(max_examples=30, **QUIET))
 
 
 @pytest.mark.faults
-def test_many_random_event_sequences_of_workers_are_handled(figure) -> None:
+def test_many_random_event_sequences_of_workers_are_handled(figure):
     runs = 200
     long = settings(max_examples=runs, stateful_step_count=100, **QUIET)
     run_state_machine_as_test(World, settings=long)

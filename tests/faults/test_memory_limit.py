@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,7 @@ _ROOTS = {
 
 
 @pytest.fixture
-def limited() -> Iterator[Path]:
+def limited():
     """A control group whose processes may take hardly more memory than they have."""
     for root, limit in _ROOTS.items():
         group = root / f"hetero-test-{os.getpid()}"
@@ -40,11 +38,11 @@ def limited() -> Iterator[Path]:
 
 
 def test_f31_a_worker_killed_over_its_memory_limit_changes_no_result(
-    made: Any,  # noqa: F811
-    whole: bytes,  # noqa: F811
-    limited: Path,
-    figure: Any,
-) -> None:
+    made,  # noqa: F811
+    whole,  # noqa: F811
+    limited,
+    figure,
+):
     site: Site = made("memory limit")
     point = "worker-1/forward@3:sleep:3"
     process = site.coordinator(point)

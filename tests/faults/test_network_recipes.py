@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -174,7 +174,7 @@ FINE = {"nothing is wrong"}
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Raw:
+def base(tmp_path_factory):
     if problem := networked.needs():
         pytest.skip(problem)
     at = tmp_path_factory.mktemp("recipes")
@@ -184,12 +184,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Raw:
 
 
 @pytest.fixture
-def net(base: Raw, tmp_path: Path) -> Iterator[Net]:
+def net(base, tmp_path):
     with ExitStack() as stack:
         yield Net(stack, base, tmp_path)
 
 
-def test_one_lan(net: Net) -> None:
+def test_one_lan(net):
     desk, box = net.machine(), net.machine()
     net.lan({desk: "192.168.1.10", box: "192.168.1.20"})
     raw = net.config("192.168.1.10", {"ip": "192.168.1.20", "port": 9999})
@@ -205,7 +205,7 @@ def test_one_lan(net: Net) -> None:
     assert said == quoted("One LAN")
 
 
-def test_a_tunnel_of_wireguard(net: Net) -> None:
+def test_a_tunnel_of_wireguard(net):
     if missing := [tool for tool in WIREGUARD if shutil.which(tool) is None]:
         pytest.skip(f"WireGuard is not installed: {', '.join(missing)}")
     desk, _, box = net.home("192.168.2.20", "203.0.113.5")
@@ -240,7 +240,7 @@ def test_a_tunnel_of_wireguard(net: Net) -> None:
 
 
 @pytest.mark.alone  # on a busy machine the first link is slow, too
-def test_a_tunnel_of_tailscale(net: Net) -> None:
+def test_a_tunnel_of_tailscale(net):
     """Its MTU, and the speed of a relay."""
     desk, box = net.machine(), net.machine()
     cards = net.lan({desk: "100.64.0.1", box: "100.64.0.2"}, mtu=1280)
@@ -254,7 +254,7 @@ def test_a_tunnel_of_tailscale(net: Net) -> None:
     assert said == quoted("Two homes by Tailscale")
 
 
-def test_behind_a_router(net: Net) -> None:
+def test_behind_a_router(net):
     """The worker's router lets nothing in. The coordinator's passes its port on."""
     desk, _, box = net.home("192.168.2.20", "203.0.113.5")
     listening = net.config("203.0.113.10", {"ip": "192.168.2.20", "port": 9999})
@@ -272,7 +272,7 @@ def test_behind_a_router(net: Net) -> None:
     assert said == quoted("Behind a router")
 
 
-def test_a_firewall_of_a_cloud(net: Net) -> None:
+def test_a_firewall_of_a_cloud(net):
     """A machine at 10.1.0.4 whose public address only the cloud has."""
     desk, cloud, machine = net.home("10.1.0.4", "203.0.113.7")
     raw = net.config("203.0.113.10", {"ip": "203.0.113.7", "port": 9999})
@@ -287,7 +287,7 @@ def test_a_firewall_of_a_cloud(net: Net) -> None:
     assert said == quoted("Cloud firewalls")
 
 
-def test_a_port_that_windows_or_a_container_engine_passes_on(net: Net) -> None:
+def test_a_port_that_windows_or_a_container_engine_passes_on(net):
     """The worker's machine is one inside of 192.168.1.20, with an address of its own."""
     desk, outer, inner = net.machine(), net.machine(), net.machine()
     net.lan({desk: "192.168.1.10", outer: "192.168.1.20"})
@@ -307,7 +307,7 @@ def with_ip(raw: Raw, ip: str) -> Raw:
     return {**raw, "workers": [{**raw["workers"][0], "ip": ip}, *raw["workers"][1:]]}
 
 
-def test_every_quotation_is_compared() -> None:
+def test_every_quotation_is_compared():
     page = PAGE.read_text(encoding="utf-8")
     compared = set(re.findall(r'quoted\("(.*?)"\)', Path(__file__).read_text(encoding="utf-8")))
     sections = re.findall(r"^## (.*)$", page, re.MULTILINE)

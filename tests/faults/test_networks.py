@@ -8,7 +8,6 @@ much room; the table has what was measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,7 +16,7 @@ import pytest
 from hetero_framework.config import TrainingConfig
 from tests.faults import networked
 from tests.faults.final_state import assert_same_run
-from tests.faults.networked import Cluster, event_after, events
+from tests.faults.networked import event_after, events
 from tests.samples import save_llama, save_texts
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
@@ -28,7 +27,7 @@ ROOM_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory):
     if problem := networked.needs():
         pytest.skip(problem)
     at = tmp_path_factory.mktemp("networks")
@@ -39,7 +38,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def whole(cluster: Cluster) -> Path:
+def whole(cluster):
     """The output of the run in one process."""
     with cluster.run("whole", whole=True) as run:
         run.finish()
@@ -47,7 +46,7 @@ def whole(cluster: Cluster) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def healed(cluster: Cluster) -> Iterator[None]:
+def healed(cluster):
     yield
     cluster.heal()
     for machine in range(3):
@@ -59,7 +58,7 @@ def losses(output: Path) -> list[str]:
     return [e["what"] for e in events(output) if "lost" in e["what"]]
 
 
-def test_f10_a_pulled_cable_is_noticed_at_both_ends_and_recovered(cluster, whole, figure) -> None:
+def test_f10_a_pulled_cable_is_noticed_at_both_ends_and_recovered(cluster, whole, figure):
     """Without a word from the network: neither end is told."""
     with cluster.run("f10") as run:
         run.after_step(3)
@@ -75,7 +74,7 @@ def test_f10_a_pulled_cable_is_noticed_at_both_ends_and_recovered(cluster, whole
 
 
 @pytest.mark.parametrize("way", ["to the worker", "from the worker"])
-def test_f12_one_lost_direction_is_noticed_and_recovered(way: str, cluster, whole, figure) -> None:
+def test_f12_one_lost_direction_is_noticed_and_recovered(way, cluster, whole, figure):
     ends = (0, 1) if way == "to the worker" else (1, 0)
     with cluster.run(f"f12 {way}") as run:
         run.after_step(3)
@@ -88,7 +87,7 @@ def test_f12_one_lost_direction_is_noticed_and_recovered(way: str, cluster, whol
     assert_same_run(run.output, whole)
 
 
-def test_f11_a_partition_that_heals_is_only_a_delay(cluster: Cluster, whole: Path, figure) -> None:
+def test_f11_a_partition_that_heals_is_only_a_delay(cluster, whole, figure):
     with cluster.run("f11") as run:
         run.after_step(3)
         cluster.cut(1)
@@ -100,7 +99,7 @@ def test_f11_a_partition_that_heals_is_only_a_delay(cluster: Cluster, whole: Pat
     assert_same_run(run.output, whole)
 
 
-def test_f13_a_slow_link_is_not_a_dead_one(cluster: Cluster, whole: Path, figure) -> None:
+def test_f13_a_slow_link_is_not_a_dead_one(cluster, whole, figure):
     """A thousandth of what it was, so that a step takes many times as long."""
     with cluster.run("f13") as run:
         run.after_step(3)
@@ -116,7 +115,7 @@ def test_f13_a_slow_link_is_not_a_dead_one(cluster: Cluster, whole: Path, figure
     assert_same_run(run.output, whole)
 
 
-def test_f14_lost_packets_only_cost_time(cluster: Cluster, whole: Path, figure) -> None:
+def test_f14_lost_packets_only_cost_time(cluster, whole, figure):
     """A queue of two packets: what comes in a burst is lost."""
     with cluster.run("f14") as run:
         run.after_step(1)
@@ -130,7 +129,7 @@ def test_f14_lost_packets_only_cost_time(cluster: Cluster, whole: Path, figure) 
     assert_same_run(run.output, whole)
 
 
-def test_f16_a_process_that_stands_still_for_5_s_is_waited_for(cluster, whole, figure) -> None:
+def test_f16_a_process_that_stands_still_for_5_s_is_waited_for(cluster, whole, figure):
     with cluster.run("f16") as run:
         run.after_step(3)
         coordinator = psutil.Process(run.child.pid)
@@ -145,7 +144,7 @@ def test_f16_a_process_that_stands_still_for_5_s_is_waited_for(cluster, whole, f
     assert_same_run(run.output, whole)
 
 
-def test_a_network_that_drops_large_packets_costs_time_and_is_reported(cluster, whole) -> None:
+def test_a_network_that_drops_large_packets_costs_time_and_is_reported(cluster, whole):
     """Links break and come about again; after the second loss they have small packets."""
     with cluster.run("mtu", links="relay") as run:
         run.after_step(2)
@@ -156,7 +155,7 @@ def test_a_network_that_drops_large_packets_costs_time_and_is_reported(cluster, 
 
 
 @pytest.mark.parametrize("machine", [0, 1])
-def test_doctor_reports_a_network_that_drops_large_packets(machine: int, cluster: Cluster) -> None:
+def test_doctor_reports_a_network_that_drops_large_packets(machine, cluster):
     cluster.drop_large(machine)
     said = "drops large packets without telling"
     found = [one for one in cluster.diagnosed() if said in one["what"]]  # a busy one is slow, too

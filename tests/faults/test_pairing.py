@@ -11,14 +11,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from benchmarks.network import Network, open_network
+from benchmarks.network import open_network
 from tests.faults.networked import needs
 from tests.samples import save_llama, save_texts
 
@@ -50,7 +49,7 @@ class Machine:
 
 
 @pytest.fixture
-def machines(tmp_path: Path) -> Iterator[tuple[Network, list[Machine]]]:
+def machines(tmp_path):
     with ExitStack() as stack:
         network = stack.enter_context(open_network("1gbit", 3))
         made = []
@@ -66,7 +65,7 @@ def ended(process: subprocess.Popen[str], deadline: float) -> tuple[int, str]:
     return process.returncode, said
 
 
-def test_the_commands_are_those_of_the_readme() -> None:
+def test_the_commands_are_those_of_the_readme():
     text = README.read_text(encoding="utf-8")
     for command in (
         "hetero invite 1 2 --config cluster.json",
@@ -78,7 +77,7 @@ def test_the_commands_are_those_of_the_readme() -> None:
 
 
 @skipped
-def test_three_machines_pair_and_train(machines, figure) -> None:
+def test_three_machines_pair_and_train(machines, figure):
     network, (coordinator, *boxes) = machines
     began = time.monotonic()
     addresses = [place.address for place in network.places]

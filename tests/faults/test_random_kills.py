@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,8 +17,8 @@ SEEDS = range(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_a_run_killed_at_random_moments_leaves_what_the_undisturbed_one_does(
-    kind: str, tmp_path: Path, figure: Any
-) -> None:
+    kind, tmp_path, figure
+):
     """7 kills of a process or both for each seed: 126 in all, of which some find nobody."""
     found = told("random_kills", kind, tmp_path, *SEEDS)
     kills = sum(line["kills"] for line in found)
@@ -30,7 +28,7 @@ def test_a_run_killed_at_random_moments_leaves_what_the_undisturbed_one_does(
     assert kills >= 3 * len(SEEDS), found
 
 
-def test_kills_at_random_come_at_every_time_of_a_run() -> None:
+def test_kills_at_random_come_at_every_time_of_a_run():
     kills = [kill for kind in KINDS for seed in SEEDS for kill in schedule(kind, seed)]
     assert len(kills) == len(KINDS) * len(SEEDS) * KILLS > 100
     assert {step for step, _, _ in kills} == set(range(STEPS + 1))

@@ -27,7 +27,7 @@ STEPS = 8
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path):
     """A file system of 1,200 KiB in memory; a checkpoint takes about 350."""
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("mounting a file system needs Linux and root")
@@ -64,14 +64,14 @@ class Watch(Progress):
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def temporary(tmp_path, monkeypatch):
     """Temporary files have a place of their own."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(run_checkpoint.tempfile, "tempdir", str(tmp_path / "temporary"))
 
 
 @pytest.fixture
-def on_disk(alone: Alone, disk: Path):  # noqa: F811
+def on_disk(alone, disk):  # noqa: F811
     """Runs of eight steps that save each of them on the small disk, and what they should come
     to."""
     training = {"save_strategy": "steps", "save_steps": 1, "max_steps": STEPS}
@@ -137,7 +137,7 @@ def figures(name: str, watch: Watch, config: Config) -> None:
     print(f"\n{name}: {len(watch.failed)} failed saves, checkpoints left {steps}")
 
 
-def test_f24_a_disk_that_is_full_for_a_while_costs_checkpoints_only(on_disk, disk: Path) -> None:
+def test_f24_a_disk_that_is_full_for_a_while_costs_checkpoints_only(on_disk, disk):
     ballast = disk / "ballast"
     config = on_disk(save_total_limit=2)
     watch = Watch(2, ballast.unlink)
@@ -150,7 +150,7 @@ def test_f24_a_disk_that_is_full_for_a_while_costs_checkpoints_only(on_disk, dis
     figures("full for a while", watch, config)
 
 
-def test_f24_a_disk_that_stays_full_ends_the_run_with_all_work_saved(on_disk, disk: Path) -> None:
+def test_f24_a_disk_that_stays_full_ends_the_run_with_all_work_saved(on_disk, disk):
     config = on_disk()
     watch = Watch()
     with pytest.raises(ResourceError, match="no space for checkpoint 6") as raised:
@@ -168,7 +168,7 @@ def test_f24_a_disk_that_stays_full_ends_the_run_with_all_work_saved(on_disk, di
     assert_is_the_undisturbed_run(config)
 
 
-def test_f24_a_disk_that_becomes_read_only_keeps_its_checkpoints(on_disk, disk: Path) -> None:
+def test_f24_a_disk_that_becomes_read_only_keeps_its_checkpoints(on_disk, disk):
     config = on_disk(save_total_limit=2)
     with read_only_after_step_3(config.checkpoints) as watch:
         train(config, progress=watch)
@@ -179,7 +179,7 @@ def test_f24_a_disk_that_becomes_read_only_keeps_its_checkpoints(on_disk, disk: 
     figures("read-only", watch, config)
 
 
-def test_f24_a_read_only_output_dir_ends_the_run_with_all_work_saved(on_disk) -> None:
+def test_f24_a_read_only_output_dir_ends_the_run_with_all_work_saved(on_disk):
     """Remounted in order, with everything in it: logs and metrics, too."""
     config = on_disk()
     config = config.with_changes(checkpoint_dir=str(config.output_dir / "checkpoints"))
@@ -189,7 +189,7 @@ def test_f24_a_read_only_output_dir_ends_the_run_with_all_work_saved(on_disk) ->
     assert_is_the_undisturbed_run(config)
 
 
-def test_f24_a_result_that_does_not_fit_leaves_the_old_one(alone: Alone, disk: Path) -> None:  # noqa: F811
+def test_f24_a_result_that_does_not_fit_leaves_the_old_one(alone, disk):  # noqa: F811
     output = {"output_dir": str(disk / "run"), "max_steps": 1}
     train(alone(training=output))
     config = alone(training=output)

@@ -14,7 +14,7 @@ def ran(*rows: tuple[str, str, str], passed: bool = True) -> SimpleNamespace:
     return SimpleNamespace(user_properties=properties, passed=passed)
 
 
-def test_rows_of_all_tests_are_in_the_table() -> None:
+def test_rows_of_all_tests_are_in_the_table():
     reports = [
         ran(("frames", "2 million", "2 million"), ("memory", "+1 MB", "+10 MB")),
         ran(),

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ def wait_until(condition: Callable[[], Any], site: Site) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Site]]:
+def made(tmp_path_factory):
     base = tmp_path_factory.mktemp("signals")
     llama, texts = save_llama(base / "llama"), save_texts(base / "texts.jsonl", 24)
     sites: list[Site] = []
@@ -142,7 +142,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], S
 
 
 @pytest.fixture(scope="module")
-def whole(made: Callable[[str], Site]) -> bytes:
+def whole(made):
     """The result of a run that nobody disturbs."""
     site = made("undisturbed")
     assert site.coordinator().wait(WAIT_S) == 0, site.said()
@@ -160,7 +160,7 @@ SIGNALS = 3 * [signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", 1)]
 
 
 @pytest.mark.parametrize(("phase", "number"), [*zip(PHASES, SIGNALS, strict=False)])
-def test_coordinator_is_stopped(phase: str, number: signal.Signals, made, whole, figure) -> None:
+def test_coordinator_is_stopped(phase, number, made, whole, figure):
     site: Site = made(f"coordinator {phase}")
     text, failpoint = PHASES[phase]
     process = site.coordinator(failpoint)

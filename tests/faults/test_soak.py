@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,7 @@ COUNTS = {"kills": 2, "drops": 2, "coordinator_kills": 1, "full_disks": 1}
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGSTOP")
-def test_a_soak_of_random_faults_ends_with_the_undisturbed_result(figure) -> None:
+def test_a_soak_of_random_faults_ends_with_the_undisturbed_result(figure):
     """The seed is another one each time; it is printed, and the program takes it."""
     words: list[object] = ["--steps", STEPS]
     for kind, count in COUNTS.items():
@@ -36,7 +34,7 @@ def test_a_soak_of_random_faults_ends_with_the_undisturbed_result(figure) -> Non
     assert found["commands"] == 1 + COUNTS["coordinator_kills"]
 
 
-def test_the_long_soaks_schedule_has_everything_and_spares_each_worker_between() -> None:
+def test_the_long_soaks_schedule_has_everything_and_spares_each_worker_between():
     counts = {"kills": 24, "drops": 6, "coordinator_kills": 2, "full_disks": 1}
     for seed in range(50):
         plan = schedule(8640, counts, seed)
@@ -49,7 +47,7 @@ def test_the_long_soaks_schedule_has_everything_and_spares_each_worker_between()
 
 
 @pytest.mark.faults
-def test_chaos_says_that_the_results_are_the_same(tmp_path: Path, figure: Any) -> None:
+def test_chaos_says_that_the_results_are_the_same(tmp_path, figure):
     save_llama(tmp_path / "llama")
     save_texts(tmp_path / "texts.jsonl", 40)
     file = configuration(tmp_path, "run", 12, free_ports(3))

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -170,7 +170,7 @@ class Meter:
 
 
 @pytest.fixture(scope="module")
-def product() -> Iterator[Product]:
+def product():
     if sys.platform == "win32":
         pytest.skip("the benchmarks' processes need a system that forks")
     with (
@@ -189,7 +189,7 @@ def runs(product: Product) -> bool:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("what", CROWDS)
-def test_strangers_cost_a_run_neither_time_nor_memory(what: str, product: Product, figure) -> None:
+def test_strangers_cost_a_run_neither_time_nor_memory(what, product, figure):
     place = product.network.places[1]
     calm = product.run(ENGINE, STEPS, LIMIT_S).seconds
     with ThreadPoolExecutor() as pool, Machines() as strangers, Meter(product.pids[1:]) as meter:
@@ -223,7 +223,7 @@ def beside(samples: Samples, began: float, ended: float) -> list[float]:
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "TLS"])
-def worker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Place, Path]]:
+def worker(request, tmp_path):
     """A worker as a user starts it, and the directory of all that it writes."""
     config, logs = tmp_path / "config.json", tmp_path / "logs"
     settings = machines_here(("local", 1), (1, 2))
@@ -252,7 +252,7 @@ def written_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def test_strangers_do_not_fill_a_log(worker: tuple[Place, Path], figure, request) -> None:
+def test_strangers_do_not_fill_a_log(worker, figure, request):
     place, logs = worker
     before = written_bytes(logs)
     with Machines() as machines:

@@ -29,7 +29,7 @@ def sweep(program: str, every: int) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("program", "every"), [("checkpoint_sweep", 13), ("keys_sweep", 37)])
-def test_some_points_of_a_sweep(program: str, every: int) -> None:
+def test_some_points_of_a_sweep(program, every):
     cases = sweep(program, every)
     assert all(counts["points"] >= 3 for counts in cases.values())
     assert program != "keys_sweep" or len(cases) == 2 * len(MODES)
@@ -37,7 +37,7 @@ def test_some_points_of_a_sweep(program: str, every: int) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
-def test_every_point_of_the_sweep() -> None:
+def test_every_point_of_the_sweep():
     cases = sweep("checkpoint_sweep", 1)
     for mode in MODES:
         points = [cases[f"{scene}: {mode}"]["points"] for scene in checkpoint_sweep.SCENES]
@@ -50,7 +50,7 @@ def test_every_point_of_the_sweep() -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
-def test_every_fourth_point_of_the_export_sweep() -> None:
+def test_every_fourth_point_of_the_export_sweep():
     cases = sweep("export_sweep", 4)
     for mode in MODES:
         points = [cases[f"{scene}: {mode}"]["points"] for scene in export_sweep.SCENES]
@@ -61,7 +61,7 @@ def test_every_fourth_point_of_the_export_sweep() -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
-def test_every_point_of_the_sweep_of_keys() -> None:
+def test_every_point_of_the_sweep_of_keys():
     for name, counts in sweep("keys_sweep", 1).items():
         assert counts["points"] >= 80, name
         if "ENOSPC" not in name and "EIO" not in name:

@@ -1,21 +1,19 @@
 """What was found of tiny copies is remembered from one run of this folder to the next."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 
 from tests.fault_proxy import FaultProxy
-from tests.pools import Pool
 
 
 @pytest.fixture(autouse=True)
-def _remembered(verdicts: None) -> None:
+def _remembered(verdicts):
     pass
 
 
 @pytest.fixture
-def proxies(pool: Pool) -> Iterator[dict[int, FaultProxy]]:
+def proxies(pool):
     """A proxy before each of workers 1 and 2."""
     with ExitStack() as stack:
         yield {

@@ -7,7 +7,6 @@ import errno
 import json
 import re
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from hetero_framework.core.messages import Message, Welcome
 from hetero_framework.trainer import checkpoint
 from tests.framed import answering, framed
 from tests.integration.bad_inputs import LOCAL, configuration, merged
-from tests.pools import Pool
 from tests.samples import plan_of, save_llama
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
@@ -50,9 +48,7 @@ class Ran:
 
 
 @pytest.fixture
-def run(
-    tmp_path: Path, llama: Path, texts: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Ran]:
+def run(tmp_path, llama, texts, capsys):
     """Run a command on a small valid configuration with changes in it."""
     base = configuration(
         {
@@ -79,13 +75,13 @@ def with_worker(port: int, **sections: Any) -> dict[str, Any]:
     return {"workers": [{**LOCAL, "id": 1, "port": port}], "shard_plan": TWO, **sections}
 
 
-def test_an_output_directory_in_use(run, tmp_path) -> None:
+def test_an_output_directory_in_use(run, tmp_path):
     (tmp_path / "run").mkdir()
     with FileLock(tmp_path / "run" / ".lock"):
         run().expect(2, "another run is writing into .*run", "choose another")
 
 
-def test_a_machine_that_the_configuration_does_not_name(run) -> None:
+def test_a_machine_that_the_configuration_does_not_name(run):
     """All are named, which takes more lines than bad_inputs.py has for a message."""
     coordinator = {"hostname": "desk", "ip": "198.51.100.1"}
     worker = {**LOCAL, "hostname": "far", "ip": "198.51.100.2", "id": 1, "port": 9999}
@@ -108,12 +104,12 @@ def test_a_machine_that_the_configuration_does_not_name(run) -> None:
     ],
     ids=["is another program's", "accepts and says nothing", "closes at once"],
 )
-def test_a_port_that_is_no_workers(answer, said, run) -> None:
+def test_a_port_that_is_no_workers(answer, said, run):
     with answering(answer) as port:
         run(with_worker(port)).expect(2, "does not behave like a worker", said)
 
 
-def test_a_worker_of_another_protocol_version(run) -> None:
+def test_a_worker_of_another_protocol_version(run):
     welcome = Welcome("2", "cpu", "cpu", 1, 1, protocol=PROTOCOL_VERSION + 1, package="9.9")
     frame = framed(Message(welcome))
     with answering(lambda sock: sock.sendall(frame)) as port:
@@ -122,25 +118,25 @@ def test_a_worker_of_another_protocol_version(run) -> None:
         )
 
 
-def test_a_worker_with_anothers_address(run, pool: Pool) -> None:
+def test_a_worker_with_anothers_address(run, pool):
     port = pool.machines["workers"][1]["port"]
     run(with_worker(port)).expect(2, "worker 1 refused: this is worker 2, not 1")
 
 
-def test_a_workers_port_that_is_taken(run) -> None:
+def test_a_workers_port_that_is_taken(run):
     with answering(lambda sock: None) as port:
         ran = run(with_worker(port), "--worker-id", "1", command="worker")
         ran.expect(2, f"cannot listen on 127.0.0.1:{port}: the port is in use", "stop the program")
 
 
-def test_a_model_that_only_a_worker_lacks(run, tmp_path, pool: Pool) -> None:
+def test_a_model_that_only_a_worker_lacks(run, tmp_path, pool):
     """The worker looks beside its own configuration, where there is none."""
     save_llama(tmp_path / "model")
     changes = with_worker(pool.machines["workers"][0]["port"], model={"name_or_path": "./model"})
     run(changes).expect(2, r"worker 1: .*no model directory .*model")
 
 
-def test_a_stage_that_does_not_fit_its_device(run, monkeypatch) -> None:
+def test_a_stage_that_does_not_fit_its_device(run, monkeypatch):
     monkeypatch.setattr(Device, "memory", lambda self: Memory(1 << 20, 1 << 20))
     run().expect(2, r"stage 0", "1.00 MiB free", "layers")
 
@@ -148,7 +144,7 @@ def test_a_stage_that_does_not_fit_its_device(run, monkeypatch) -> None:
 # -- numbers and disks ----------------------------------------------------------------------------
 
 
-def test_a_loss_that_is_not_finite_names_stage_and_micro_batch(run, tmp_path, pool: Pool) -> None:
+def test_a_loss_that_is_not_finite_names_stage_and_micro_batch(run, tmp_path, pool):
     model = save_llama(tmp_path / "model")
     weights = load_file(model / "model.safetensors")
     weights["lm_head.weight"][0] = 3e38  # finite, but few sums of it are
@@ -165,7 +161,7 @@ def test_a_loss_that_is_not_finite_names_stage_and_micro_batch(run, tmp_path, po
     assert [json.loads(line)["skipped"] for line in lines] == ["non-finite"] * 2
 
 
-def test_a_full_disk_costs_checkpoints_first_and_then_the_run(run, tmp_path, monkeypatch) -> None:
+def test_a_full_disk_costs_checkpoints_first_and_then_the_run(run, tmp_path, monkeypatch):
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
@@ -177,9 +173,7 @@ def test_a_full_disk_costs_checkpoints_first_and_then_the_run(run, tmp_path, mon
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-def test_worker_with_other_weights_is_refused_before_the_first_step(
-    run: Callable[..., Ran], pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_worker_with_other_weights_is_refused_before_the_first_step(run, pool, tmp_path, capsys):
     theirs = save_llama(pool.logs[0].parent / "refused", seed=7)
     save_llama(tmp_path / "refused")
     capsys.readouterr()  # progress bars of saving

@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,12 +24,12 @@ MOST_LINES = 5  # three and a hint, and for JSON the marked place
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return save_llama(tmp_path_factory.mktemp("model"), layers=4)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, model, monkeypatch):
     """A working directory with a model of its own and data; nothing but files may be left in it."""
     shutil.copytree(model, tmp_path / "model")
     save_texts(tmp_path / "good.jsonl", 6)
@@ -54,9 +53,7 @@ def is_harmless(text: str) -> bool:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_bad_input(
-    row: Row, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input(row, folder, capsys, monkeypatch):
     if row.elsewhere:
         monkeypatch.setattr(cluster, "local_worker_ids", lambda config: ())
         monkeypatch.setattr(roles, "local_worker_ids", lambda config, identity: ())
@@ -77,7 +74,7 @@ def test_bad_input(
         assert re.search(text, message), shown
 
 
-def test_ids_are_numbers_of_the_table_and_unique() -> None:
+def test_ids_are_numbers_of_the_table_and_unique():
     ids = [row.id for row in ROWS]
     assert len(set(ids)) == len(ids)
     assert all(25 <= int(re.match(r"\d+", id)[0]) <= 110 for id in ids)  # type: ignore[index]
@@ -90,9 +87,7 @@ FIELDS += ["coordinator.device", "adapter.target_modules", "nonsense", "training
 
 @pytest.mark.parametrize("text", ESCAPES, ids=ascii)
 @pytest.mark.parametrize("place", FIELDS)
-def test_no_text_of_the_file_steers_the_terminal_or_runs(
-    place: str, text: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_text_of_the_file_steers_the_terminal_or_runs(place, text, folder, capsys):
     section, _, name = place.rpartition(".")
     changes = {section: {name: text}} if section else {name: text}
     code = run(Row("56", (), changes, command="check"), folder)
@@ -107,12 +102,12 @@ def test_no_text_of_the_file_steers_the_terminal_or_runs(
 
 
 @pytest.fixture
-def valid(folder: Path) -> str:
+def valid(folder):
     (folder / "config.json").write_text(json.dumps(configuration({})))
     return str(folder / "config.json")
 
 
-def test_97_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_97_no_command_shows_the_help(capsys):
     assert main([]) == 2
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("usage: hetero", "COMMAND", "train"))
@@ -120,7 +115,7 @@ def test_97_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell closes the descriptors")
 @pytest.mark.parametrize("closed", ["| true", "1>&-", "1>&- 2>&-"])
-def test_102_a_process_whose_screen_is_gone(closed: str) -> None:
+def test_102_a_process_whose_screen_is_gone(closed):
     words = ["sh", "-c", f'"$0" -m hetero_framework schema {closed}', sys.executable]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -128,9 +123,7 @@ def test_102_a_process_whose_screen_is_gone(closed: str) -> None:
 
 
 @pytest.mark.parametrize("closed", [("stdout",), ("stderr",), ("stdout", "stderr")])
-def test_102_closed_screens_are_no_error(
-    closed: tuple[str, ...], valid: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_102_closed_screens_are_no_error(closed, valid, monkeypatch):
     for name in closed:
         monkeypatch.setattr(sys, name, None)
     try:
@@ -142,12 +135,7 @@ def test_102_closed_screens_are_no_error(
 
 
 @pytest.mark.parametrize("words", [["check"], ["check", "--json"], ["diagram", "--output", "-"]])
-def test_102_a_screen_of_one_column(
-    words: list[str],
-    valid: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_102_a_screen_of_one_column(words, valid, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1")
     monkeypatch.setenv("LINES", "1")
     assert main([*words, "--config", valid]) == 0
@@ -160,12 +148,8 @@ def test_102_a_screen_of_one_column(
     ("name", "version"), [("torch", "2.9.1"), ("transformers", "4.57.0"), ("Python", "3.9.7")]
 )
 def test_110_an_old_package_is_named_with_the_needed_version(
-    name: str,
-    version: str,
-    valid: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name, version, valid, capsys, monkeypatch
+):
     real = versions.installed
     monkeypatch.setattr(versions, "installed", lambda n: version if n == name else real(n))
     if name == "Python":

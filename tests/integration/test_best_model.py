@@ -37,9 +37,7 @@ class Ending(TrainerCallback):
     [pytest.param(None, 0.3, marks=pytest.mark.long), (LORA, 5.0)],
     ids=["full", "lora"],
 )
-def test_the_best_model_does_not_depend_on_the_cut(
-    adapter, rate, configured, texts, tmp_path
-) -> None:
+def test_the_best_model_does_not_depend_on_the_cut(adapter, rate, configured, texts, tmp_path):
     def config(name: str, cuts: list[int]) -> Config:
         sections: dict[str, Any] = {"adapter": adapter} if adapter else {}
         sections["data"] = {"train": str(texts), "eval": str(texts), "max_length": 64}

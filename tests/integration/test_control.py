@@ -23,7 +23,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "watch_machines.py"
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def registry(monkeypatch):
     monkeypatch.setattr(control, "_handlers", {})
     monkeypatch.setattr(control, "_watchers", [])
     monkeypatch.setattr(control, "_imported", [])
@@ -66,7 +66,7 @@ def ask(step, cluster):
 
 def test_example_asks_the_worker_it_started_and_messages_save_checkpoints(
     tmp_path, llama, texts, capsys
-) -> None:
+):
     config = configuration("box", tmp_path, llama, texts, max_steps=4)
     file = tmp_path / "hetero_config.json"
     file.write_text(json.dumps(config))
@@ -95,7 +95,7 @@ def compute_metrics(given):
 
 def test_an_imported_file_makes_the_predictions_in_the_worker_that_has_the_logits(
     tmp_path, llama, texts
-) -> None:
+):
     training = {"max_steps": 2, "eval_strategy": "steps", "metric_for_best_model": "labels"}
     config = configuration(1, tmp_path, llama, texts, **training)
     file = tmp_path / "measuring.py"
@@ -106,7 +106,7 @@ def test_an_imported_file_makes_the_predictions_in_the_worker_that_has_the_logit
     assert summary.metrics["eval_labels"] == 0
 
 
-def test_worker_without_the_handler_is_an_error_that_names_it(configured) -> None:
+def test_worker_without_the_handler_is_an_error_that_names_it(configured):
     answers: list[object] = []
 
     def ask(step: int, cluster: control.WorkerControl) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def workers(*made: Worker) -> Iterator[None]:
 
 
 @pytest.fixture
-def raw(llama: Path, texts: Path, tmp_path: Path) -> dict[str, Any]:
+def raw(llama, texts, tmp_path):
     """Worker 1 dials, worker 2 is dialled. The coordinator starts neither."""
     ports = free_ports(2)
     return {
@@ -75,14 +75,12 @@ def raw(llama: Path, texts: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def whole(losses: Callable[..., list[tuple]]) -> list[tuple]:
+def whole(losses):
     return losses([], "whole", training={"num_train_epochs": 2})
 
 
 @pytest.mark.usefixtures("nothing_left_here")
-def test_a_worker_that_dials_trains_and_redials_after_a_cut_link(
-    raw: dict[str, Any], tmp_path: Path, whole: list[tuple]
-) -> None:
+def test_a_worker_that_dials_trains_and_redials_after_a_cut_link(raw, tmp_path, whole):
     proxy = FaultProxy(("127.0.0.1", raw["coordinator"]["port"]))
     through = {**raw, "coordinator": {**raw["coordinator"], "port": proxy.port}}
     first, second = Worker(1, through, tmp_path / "w"), Worker(2, raw, tmp_path / "w")
@@ -114,9 +112,7 @@ def test_a_worker_that_dials_trains_and_redials_after_a_cut_link(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left_here")
-def test_own_workers_without_ports_open_none_and_come_back_in_a_new_process(
-    raw: dict[str, Any], tmp_path: Path, whole: list[tuple]
-) -> None:
+def test_own_workers_without_ports_open_none_and_come_back_in_a_new_process(raw, tmp_path, whole):
     raw["workers"] = [{**MACHINE, "id": 1}, {**MACHINE, "id": 2}]
     listening: list[str | None] = []
 
@@ -135,9 +131,7 @@ def test_own_workers_without_ports_open_none_and_come_back_in_a_new_process(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left_here")
-def test_over_tls_a_worker_that_dials_is_held_to_its_own_certificate(
-    raw: dict[str, Any], tmp_path: Path, whole: list[tuple]
-) -> None:
+def test_over_tls_a_worker_that_dials_is_held_to_its_own_certificate(raw, tmp_path, whole):
     raw["workers"] = [AWAY, {**AWAY, "id": 2}]
     keys = keys_of(tmp_path / "keys", "local", 1, 2)
     stolen = KeyDirectory(tmp_path / "stolen")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
@@ -13,26 +11,20 @@ from hetero_framework import cli, control
 from hetero_framework.cluster import roles, worker_info
 from hetero_framework.commands import diagnosis
 from hetero_framework.config import Config
-from tests.pools import Pool
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def elsewhere(monkeypatch):
     """As if the pool's workers were on other machines."""
     monkeypatch.setattr(roles, "local_worker_ids", lambda config, identity: ())
 
 
 @pytest.mark.usefixtures("elsewhere")
 def test_workers_that_are_up_are_asked_and_serve_a_run_afterwards(
-    pool: Pool,
-    tmp_path: Path,
-    llama: Path,
-    losses: Callable[..., list[tuple]],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    pool, tmp_path, llama, losses, capsys, monkeypatch
+):
     sections = {"model": {"name_or_path": str(llama)}}
     config = pool.config(tmp_path / "run", [2, 4], **sections)
     file = tmp_path / "c.json"
@@ -49,9 +41,7 @@ def test_workers_that_are_up_are_asked_and_serve_a_run_afterwards(
     assert len(losses([2, 4])) > 1
 
 
-def test_processes_of_a_run_listen_only_where_the_file_says(
-    pool: Pool, losses: Callable[..., list[tuple]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_of_a_run_listen_only_where_the_file_says(pool, losses, monkeypatch):
     """Seen after each step, while all links stand, those between workers too."""
     seen: set[tuple[str, int]] = set()
     processes = [psutil.Process(), *(psutil.Process(started.pid) for started in pool.processes)]

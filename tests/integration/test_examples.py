@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hetero_framework import cli
-from tests.pools import Pool, read_metrics
+from tests.pools import read_metrics
 from tests.samples import DEVICE, free_ports, save_llama
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
@@ -20,7 +20,7 @@ STEPS = 2
 
 
 @pytest.fixture(scope="module")
-def tall(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tall(tmp_path_factory):
     """As many layers as the model of 72B has."""
     small = {"hidden_size": 64, "intermediate_size": 64}
     return save_llama(tmp_path_factory.mktemp("tall"), layers=80, **small)
@@ -46,9 +46,7 @@ def train(name: str, model: Path, data: Path, output: Path, machines: dict[str, 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["three_machines.json", "slurm.json"])
-def test_machines_are_planned_for_and_train(
-    name: str, llama: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_machines_are_planned_for_and_train(name, llama, texts, tmp_path):
     """This process starts the workers, as it does those of its own machine; the laptop dials."""
     example = json.loads((EXAMPLES / name).read_text(encoding="utf-8"))
     entries = ["coordinator", *(f"workers[{i}]" for i in range(len(example["workers"])))]
@@ -66,8 +64,8 @@ def test_machines_are_planned_for_and_train(
 
 @pytest.mark.long
 def test_two_cards_and_a_mac_hold_the_layers_of_the_plan_in_4_bits_and_in_full(
-    pool: Pool, tall: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    pool, tall, texts, tmp_path, capsys
+):
     entries = {"coordinator": pool.machines["coordinator"]}
     entries |= {f"workers[{i}]": pool.machines["workers"][i] for i in range(2)}
     machines = {

@@ -41,7 +41,7 @@ from tests.fault_proxy import FaultProxy, FrameCut
 from tests.framed import framed
 from tests.integration.test_parity import LORA, assert_same_runs
 from tests.integration.test_resume import evals
-from tests.pools import Notes, Pool, read_metrics, serving, started, with_own_worker
+from tests.pools import Notes, read_metrics, serving, started, with_own_worker
 from tests.samples import free_ports, save_tiny
 
 LONG = pytest.mark.long
@@ -103,7 +103,7 @@ HELLO = m.Hello("stranger", 1, process="p", epoch=1, max_frame_bytes=1 << 20)
 
 
 @pytest.fixture
-def make(configured: Callable[..., Config], texts: Path) -> Callable[..., Config]:
+def make(configured, texts):
     """A configuration for the pool; `through` has workers' addresses replaced by proxies'."""
 
     def build(
@@ -123,9 +123,7 @@ def make(configured: Callable[..., Config], texts: Path) -> Callable[..., Config
 
 
 @pytest.fixture(scope="module")
-def whole(
-    pool: Pool, llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
+def whole(pool, llama, texts, tmp_path_factory):
     """Output directory of the undisturbed run in one process, with LoRA or "full"."""
     done: dict[str, Path] = {}
 
@@ -170,7 +168,7 @@ def every_cut(reset: bool, first: bool) -> list[FrameCut]:
 @pytest.mark.parametrize("worker", [1, 2])
 def test_a_link_cut_at_any_frame_changes_nothing(
     worker, reset, make, proxies, whole, tmp_path, monkeypatch
-) -> None:
+):
     monkeypatch.setattr(membership, "MAX_RECOVERIES", 50)
     cuts = every_cut(reset, first=worker == 1)
     proxies[worker].cuts.extend(cuts)
@@ -184,7 +182,7 @@ def test_a_link_cut_at_any_frame_changes_nothing(
 @pytest.mark.parametrize("model_type", ["gemma4_text", "zamba2", "deepseek_v4"])
 def test_a_link_cut_at_any_frame_of_a_model_with_side_tensors_changes_nothing(
     model_type, make, proxies, tmp_path, monkeypatch
-) -> None:
+):
     """Shared keys, original hidden states and a transformer in two stages, token ids."""
     monkeypatch.setattr(membership, "MAX_RECOVERIES", 50)
     model = {"name_or_path": str(save_tiny(model_type, tmp_path / "model"))}
@@ -196,7 +194,7 @@ def test_a_link_cut_at_any_frame_of_a_model_with_side_tensors_changes_nothing(
 
 
 @pytest.mark.long
-def test_a_link_cut_in_an_evaluation_changes_nothing(make, proxies, whole, tmp_path) -> None:
+def test_a_link_cut_in_an_evaluation_changes_nothing(make, proxies, whole, tmp_path):
     training = {"eval_on_start": True}
     train(make("calm", [2, 4], training=training), progress=Notes())
     proxies[2].cuts.extend(
@@ -211,7 +209,7 @@ def test_a_link_cut_in_an_evaluation_changes_nothing(make, proxies, whole, tmp_p
 
 
 @pytest.mark.long
-def test_a_link_cut_while_resuming_changes_nothing(make, proxies, whole, tmp_path) -> None:
+def test_a_link_cut_while_resuming_changes_nothing(make, proxies, whole, tmp_path):
     with pytest.raises(StoppedEarly):
         train(make("cut", [3]), progress=SignalAt(5, signal.SIGTERM))
     proxies[1].cuts.extend(
@@ -236,7 +234,7 @@ def test_a_link_cut_while_resuming_changes_nothing(make, proxies, whole, tmp_pat
     ],
     ids=lambda cut: cut.kind.spec.name,
 )
-def test_both_links_cut_at_once_change_nothing(cut, make, proxies, whole, tmp_path) -> None:
+def test_both_links_cut_at_once_change_nothing(cut, make, proxies, whole, tmp_path):
     if cut.kind is m.Abort:
         proxies[2].cuts.append(FrameCut("up", m.Step, "after"))
     proxies[2].cuts.append(replace(cut, reset=True, also=proxies[1].reset))
@@ -246,7 +244,7 @@ def test_both_links_cut_at_once_change_nothing(cut, make, proxies, whole, tmp_pa
     assert_same_runs(tmp_path / "cut", whole("full"))
 
 
-def test_a_flipped_bit_on_the_way_changes_nothing(make, proxies, whole, tmp_path) -> None:
+def test_a_flipped_bit_on_the_way_changes_nothing(make, proxies, whole, tmp_path):
     """To a worker, from one, and on a tensor's way through the coordinator, which does not look."""
     flips = {2: proxies[2].up, 3: proxies[2].down, 4: proxies[1].down, 5: proxies[1].up}
 
@@ -262,9 +260,7 @@ def test_a_flipped_bit_on_the_way_changes_nothing(make, proxies, whole, tmp_path
 
 
 @pytest.mark.long
-def test_f15_segments_of_one_byte_and_latency_change_nothing(
-    make, proxies, whole, tmp_path
-) -> None:
+def test_f15_segments_of_one_byte_and_latency_change_nothing(make, proxies, whole, tmp_path):
     proxies[1].up.slice_bytes = proxies[2].down.slice_bytes = 1
     proxies[1].down.delay_s = proxies[2].up.delay_s = 0.05
     train(make("run", [2, 4], proxies), progress=Notes())
@@ -273,7 +269,7 @@ def test_f15_segments_of_one_byte_and_latency_change_nothing(
 
 
 @pytest.mark.long
-def test_a_silent_link_is_given_up_and_opened_again(make, proxies, whole, tmp_path) -> None:
+def test_a_silent_link_is_given_up_and_opened_again(make, proxies, whole, tmp_path):
     """A black hole: no byte and no end. It heals when the coordinator dials again."""
 
     class Hole(SignalAt):
@@ -292,7 +288,7 @@ def test_a_silent_link_is_given_up_and_opened_again(make, proxies, whole, tmp_pa
 
 
 @pytest.mark.long
-def test_a_link_that_stays_silent_ends_the_run(make, proxies) -> None:
+def test_a_link_that_stays_silent_ends_the_run(make, proxies):
     class Hole(SignalAt):
         def act(self) -> None:
             proxies[1].up.blackhole = proxies[1].down.blackhole = True
@@ -306,7 +302,7 @@ def test_a_link_that_stays_silent_ends_the_run(make, proxies) -> None:
     assert time.monotonic() - started < 60
 
 
-def test_strangers_at_a_workers_port_disturb_nothing(make, pool, whole, tmp_path) -> None:
+def test_strangers_at_a_workers_port_disturb_nothing(make, pool, whole, tmp_path):
     address = ("127.0.0.1", pool.machines["workers"][0]["port"])
     strangers: list[socket.socket] = []
     greetings = [
@@ -335,7 +331,7 @@ def test_strangers_at_a_workers_port_disturb_nothing(make, pool, whole, tmp_path
     assert_same_runs(tmp_path / "run", whole("lora"))
 
 
-def test_a_run_waits_for_a_worker_that_serves_another(make, pool, whole, tmp_path) -> None:
+def test_a_run_waits_for_a_worker_that_serves_another(make, pool, whole, tmp_path):
     other = socket.create_connection(("127.0.0.1", pool.machines["workers"][0]["port"]))
     other.sendall(framed(Message(HELLO)))
     assert other.recv(1)
@@ -355,7 +351,7 @@ def test_a_run_waits_for_a_worker_that_serves_another(make, pool, whole, tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_after_the_step_and_it_resumes(number, make, whole, tmp_path) -> None:
+def test_a_signal_ends_the_run_after_the_step_and_it_resumes(number, make, whole, tmp_path):
     with pytest.raises(StoppedEarly, match=f"stopped by {number.name} after step 4") as raised:
         train(make("run", [3]), progress=SignalAt(4, number))
     assert raised.value.exit_code == 75
@@ -364,7 +360,7 @@ def test_a_signal_ends_the_run_after_the_step_and_it_resumes(number, make, whole
     assert_same_runs(tmp_path / "run", whole("lora"))
 
 
-def test_a_second_signal_stops_at_once(make, tmp_path) -> None:
+def test_a_second_signal_stops_at_once(make, tmp_path):
     class Twice(SignalAt):
         def act(self) -> None:
             super().act()
@@ -376,7 +372,7 @@ def test_a_second_signal_stops_at_once(make, tmp_path) -> None:
     assert [path.name for path in checkpoints.iterdir()] == ["step_3"]
 
 
-def test_ctrl_c_while_a_worker_starts_stops_at_once_and_leaves_none(make) -> None:
+def test_ctrl_c_while_a_worker_starts_stops_at_once_and_leaves_none(make):
     timers = []
 
     class Impatient(Notes):
@@ -402,7 +398,7 @@ def test_ctrl_c_while_a_worker_starts_stops_at_once_and_leaves_none(make) -> Non
 
 
 @pytest.mark.long
-def test_a_stage_may_compute_for_longer_than_a_link_may_be_silent(make, whole, tmp_path) -> None:
+def test_a_stage_may_compute_for_longer_than_a_link_may_be_silent(make, whole, tmp_path):
     longer_than_liveness_s = 4.0
 
     def build(
@@ -432,7 +428,7 @@ def test_a_stage_may_compute_for_longer_than_a_link_may_be_silent(make, whole, t
 @LONG
 def test_a_worker_that_is_killed_at_the_last_gathering_costs_no_result(
     make, whole, tmp_path, monkeypatch
-) -> None:
+):
     """The checkpoint of the last step is there by then; nothing else is asked of the exit code."""
     notes, export = Notes(), outputs.export
 
@@ -453,7 +449,7 @@ def test_a_worker_that_is_killed_at_the_last_gathering_costs_no_result(
 )
 def test_a_worker_that_is_told_to_end_hands_over_and_nothing_is_repeated(
     number, shown, make, whole, tmp_path
-) -> None:
+):
     """As on a machine that shuts down; here it is started again at once."""
 
     class Terminate(SignalAt):
@@ -469,9 +465,7 @@ def test_a_worker_that_is_told_to_end_hands_over_and_nothing_is_repeated(
 
 @LONG
 @pytest.mark.parametrize("comes_back", [False, True])
-def test_advice_after_a_lost_worker_works_when_it_is_followed(
-    comes_back, make, whole, tmp_path
-) -> None:
+def test_advice_after_a_lost_worker_works_when_it_is_followed(comes_back, make, whole, tmp_path):
     """Two workers that were started by hand, without --keep; one of them is killed."""
     raw = make("run", [2, 4]).to_dict()
     for worker, port in zip(raw["workers"], free_ports(2), strict=True):
@@ -520,7 +514,7 @@ def test_advice_after_a_lost_worker_works_when_it_is_followed(
 
 
 @pytest.mark.long
-def test_workers_of_another_run_of_this_machine_are_not_used(make, tmp_path) -> None:
+def test_workers_of_another_run_of_this_machine_are_not_used(make, tmp_path):
     config = with_own_worker(make("one", [3], training={"max_steps": 5000}))
     second = config.with_changes(training={"output_dir": str(tmp_path / "two")})
     refused: list[pytest.ExceptionInfo[NetworkError]] = []
@@ -538,7 +532,7 @@ def test_workers_of_another_run_of_this_machine_are_not_used(make, tmp_path) -> 
 
 
 @LONG
-def test_workers_that_the_command_line_starts_are_not_used_by_another_run(make, tmp_path) -> None:
+def test_workers_that_the_command_line_starts_are_not_used_by_another_run(make, tmp_path):
     """They are started before anything else; they belong to their run nevertheless."""
     config = with_own_worker(make("one", [3], training={"max_steps": 5000}))
     words = ["train", "--config", written(config, tmp_path)]
@@ -559,7 +553,7 @@ def test_workers_that_the_command_line_starts_are_not_used_by_another_run(make, 
 
 
 @pytest.mark.long
-def test_a_short_loss_of_a_link_during_loading_is_recovered(make, proxies, whole, tmp_path) -> None:
+def test_a_short_loss_of_a_link_during_loading_is_recovered(make, proxies, whole, tmp_path):
     proxies[1].cuts.append(FrameCut("up", m.Setup, "after"))
     proxies[2].cuts.append(FrameCut("down", m.Ready, "middle"))
     train(make("cut", [2, 4], proxies), progress=Notes())
@@ -568,9 +562,7 @@ def test_a_short_loss_of_a_link_during_loading_is_recovered(make, proxies, whole
 
 
 @LONG
-def test_a_worker_that_is_frozen_is_killed_and_started_again(
-    make, whole, tmp_path, monkeypatch
-) -> None:
+def test_a_worker_that_is_frozen_is_killed_and_started_again(make, whole, tmp_path, monkeypatch):
     class Stop(SignalAt):
         def act(self) -> None:
             os.kill(pids(self)[0], signal.SIGSTOP)
@@ -586,7 +578,7 @@ def test_a_worker_that_is_frozen_is_killed_and_started_again(
 @pytest.mark.long
 def test_killing_the_coordinator_ends_its_workers_and_frees_the_others(
     make, proxies, whole, tmp_path
-) -> None:
+):
     """Worker 1 is the coordinator's child, worker 2 stands by itself and serves the next run."""
     proxies[2].up.delay_s = 0.1  # so that the run is not over too soon
     config = with_own_worker(make("run", [2, 4], proxies))
@@ -603,7 +595,7 @@ def test_killing_the_coordinator_ends_its_workers_and_frees_the_others(
     assert_same_runs(tmp_path / "run", whole("lora"))
 
 
-def test_ctrl_c_in_the_terminal_releases_all_workers(make, tmp_path) -> None:
+def test_ctrl_c_in_the_terminal_releases_all_workers(make, tmp_path):
     """The signal goes to the whole group, as a terminal sends it."""
     config = with_own_worker(make("run", [3], training={"max_steps": 5000}))
     file, own, log = written(config, tmp_path), tmp_path / "worker.log", tmp_path / "log"

@@ -8,7 +8,6 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,9 +103,7 @@ class Breaks(Notes):
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
 )
-def test_any_plan_equals_one_process(
-    seed, broken, configured, texts: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_any_plan_equals_one_process(seed, broken, configured, texts, tmp_path, monkeypatch):
     dice = random.Random(f"{seed} {broken}")
     sections = random_sections(dice)
     padding_free = sections.pop("padding_free")

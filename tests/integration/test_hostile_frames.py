@@ -14,7 +14,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -36,7 +35,7 @@ from hetero_framework.models.cut.side import Bundle
 from hetero_framework.trainer.coordinator import train
 from tests.framed import frame, framed
 from tests.integration.test_parity import LORA, assert_same_runs
-from tests.pools import Notes, Pool, serving, with_own_worker
+from tests.pools import Notes, serving, with_own_worker
 from tests.samples import plan_of
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
@@ -170,8 +169,8 @@ class Begins(Notes):
 
 
 def test_hostile_bytes_are_refused_and_a_run_beside_them_keeps_its_result(
-    pool: Pool, configured: Callable[..., Config], tmp_path: Path
-) -> None:
+    pool, configured, tmp_path
+):
     sections: dict[str, Any] = {
         "adapter": LORA,
         "training": {"verify_architecture": False, "num_train_epochs": 6},
@@ -200,7 +199,7 @@ WANTED = r", expected 2 x \d+ x 32"
 
 
 @pytest.fixture
-def run_with(configured: Callable[..., Config]) -> Callable[[Change], Notes]:
+def run_with(configured):
     """Train with a worker, in a thread, that holds the middle stage and sends, in its third
     micro-batch, what `change` makes of its hidden state."""
 
@@ -239,16 +238,12 @@ def run_with(configured: Callable[..., Config]) -> Callable[[Change], Notes]:
     ],
     ids=["row 19", "row 21", "larger than any boundary"],
 )
-def test_a_tensor_of_another_shape_ends_the_run_naming_both(
-    change: Change, said: str, run_with: Callable[..., Notes]
-) -> None:
+def test_a_tensor_of_another_shape_ends_the_run_naming_both(change, said, run_with):
     with pytest.raises(ProtocolError, match=f"FORWARD of micro-batch 2 for stage 2{said}"):
         run_with(change)
 
 
-def test_row_22_non_finite_values_of_a_peer_skip_the_step_with_the_stage(
-    run_with: Callable[..., Notes], tmp_path: Path
-) -> None:
+def test_row_22_non_finite_values_of_a_peer_skip_the_step_with_the_stage(run_with, tmp_path):
     notes = run_with(lambda hidden: hidden * float("nan"))
     skipped = [line for line in notes.lines if "step skipped" in line]
     assert [line for line in skipped if "stage 2" in line] == skipped

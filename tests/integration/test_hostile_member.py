@@ -11,7 +11,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,6 @@ import psutil
 import pytest
 
 from hetero_framework.cluster.worker import Worker, serve
-from hetero_framework.config import Config
 from hetero_framework.core import messages as m
 from hetero_framework.core import timeouts
 from hetero_framework.core.frames import PREFIX, PREFIX_BYTES, marks_in
@@ -114,7 +113,7 @@ class Member:
 
 
 @pytest.fixture
-def member(llama: Path, texts: Path, tmp_path: Path) -> Iterator[Member]:
+def member(llama, texts, tmp_path):
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(120)
     machine = {"ip": "127.0.0.1", "device": "cpu"}
@@ -155,7 +154,7 @@ def control_of(data: bytes) -> bytes:
     return frame(b"\x83\xa1t\x32\xa1m\x82\xa4name\xa1x\xa4data" + data + b"\xa1x\x90")
 
 
-def test_48_mib_of_empty_maps_are_not_made(member: Member) -> None:
+def test_48_mib_of_empty_maps_are_not_made(member):
     count = 16 * MIB - 200
     for _ in range(3):
         member.say_raw(control_of(b"\xdd" + struct.pack(">I", count) + b"\x80" * count))
@@ -166,7 +165,7 @@ def test_48_mib_of_empty_maps_are_not_made(member: Member) -> None:
 
 
 @pytest.mark.long
-def test_headers_just_small_enough_do_not_pile_up(member: Member) -> None:
+def test_headers_just_small_enough_do_not_pile_up(member):
     count = 1_000_000
     bomb = control_of(b"\xdd" + struct.pack(">I", count) + b"\x80" * count)
     for _ in range(40):
@@ -187,21 +186,21 @@ def test_headers_just_small_enough_do_not_pile_up(member: Member) -> None:
         ([1], "READY: the fields must be a map"),
     ],
 )
-def test_wrong_types_are_named(fields: Any, said: str, member: Member) -> None:
+def test_wrong_types_are_named(fields, said, member):
     member.say_raw(frame({"t": m.Ready.spec.number, "m": fields, "x": []}))
     code, log = member.ended()
     assert (code, f"worker 1: {said}" in log) == (2, True), log
 
 
 @pytest.mark.long
-def test_a_message_out_of_order_is_named(member: Member) -> None:
+def test_a_message_out_of_order_is_named(member):
     member.say(m.GradientNorms(0, 0, (), (), 0))
     code, log = member.ended()
     assert (code, "GRADIENT_NORMS out of order" in log) == (2, True), log
 
 
 @pytest.mark.long
-def test_a_text_of_megabytes_is_shown_shortened(member: Member) -> None:
+def test_a_text_of_megabytes_is_shown_shortened(member):
     member.say(m.Error("ModelError", "A" * 15 * MIB, "B" * 1000))
     code, log = member.ended()
     assert code == 2
@@ -211,7 +210,7 @@ def test_a_text_of_megabytes_is_shown_shortened(member: Member) -> None:
 
 
 @pytest.mark.long
-def test_a_flood_of_lines_is_cut_off_and_the_run_ends_in_time(member: Member) -> None:
+def test_a_flood_of_lines_is_cut_off_and_the_run_ends_in_time(member):
     line = framed(Message(m.Log("INFO", "x" * 10))) * 1000
     began = time.monotonic()
     while member.process.poll() is None and time.monotonic() < began + 60:
@@ -252,9 +251,7 @@ def nothing(member: Member) -> None:
         (slow, 4, "worker 1 has not loaded its stages in 30 s"),
     ],
 )
-def test_a_worker_that_does_not_go_on_is_given_up_in_time(
-    behave: Callable[[Member], None], ends: int, said: str, member: Member
-) -> None:
+def test_a_worker_that_does_not_go_on_is_given_up_in_time(behave, ends, said, member):
     began = time.monotonic()
     behave(member)
     code, log = member.ended()
@@ -269,9 +266,7 @@ Change = Callable[[Message], list[Message]]
 
 
 @pytest.fixture
-def run_saying(
-    configured: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., None]:
+def run_saying(configured, monkeypatch):
     """Train with a worker that holds the middle stage and says what `change` makes of each of its
     words. All weights are trained and none is drawn: threads of one process share torch's random
     numbers, and both would take theirs from them."""
@@ -328,9 +323,7 @@ def a_loss(message: Message) -> list[Message]:
         (a_loss, "worker 1: LOSS of stage 2 came from one that does not hold it"),
     ],
 )
-def test_a_forbidden_message_of_a_worker_ends_the_run_with_its_name(
-    change: Change, said: str, run_saying: Any
-) -> None:
+def test_a_forbidden_message_of_a_worker_ends_the_run_with_its_name(change, said, run_saying):
     with pytest.raises(ProtocolError, match=said) as caught:
         run_saying(change)
     assert caught.value.exit_code == 2
@@ -345,16 +338,14 @@ def of_other_attempts(message: Message) -> list[Message]:
     return [*(copied(message, attempt=a) for a in attempts), copied(message, step=99), message]
 
 
-def test_messages_of_other_attempts_and_steps_change_nothing(
-    run_saying: Any, tmp_path: Path
-) -> None:
+def test_messages_of_other_attempts_and_steps_change_nothing(run_saying, tmp_path):
     run_saying.whole()
     run_saying(of_other_attempts)
     assert_same_runs(tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.fixture
-def deaf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+def deaf(monkeypatch):
     """Have the worker's reader stop at a boundary of step 3, this often. Its heartbeats go on, and
     nothing that it is told is heard, not even that it shall end."""
     over, heard, met = threading.Event(), Worker._received, itertools.count()
@@ -375,9 +366,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
 
 @pytest.mark.long
-def test_a_worker_that_stops_reading_in_a_step_is_reconnected(
-    deaf: Callable[[int], None], run_saying: Any, tmp_path: Path
-) -> None:
+def test_a_worker_that_stops_reading_in_a_step_is_reconnected(deaf, run_saying, tmp_path):
     run_saying.whole()
     deaf(1)
     run_saying(lambda message: [message], step_timeout_s=3.0)
@@ -385,9 +374,7 @@ def test_a_worker_that_stops_reading_in_a_step_is_reconnected(
 
 
 @pytest.mark.long
-def test_a_worker_that_stops_reading_each_time_ends_the_run(
-    deaf: Callable[[int], None], run_saying: Any
-) -> None:
+def test_a_worker_that_stops_reading_each_time_ends_the_run(deaf, run_saying):
     deaf(100)
     with pytest.raises(PeerLostError, match="nothing has moved for 3 s in step 3") as caught:
         run_saying(lambda message: [message], step_timeout_s=3.0)

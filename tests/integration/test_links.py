@@ -7,7 +7,7 @@ import itertools
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.framed import framed
 from tests.integration.test_parity import LORA, assert_same_runs
-from tests.pools import Notes, Pool, serving, with_own_worker
+from tests.pools import Notes, serving, with_own_worker
 from tests.samples import plan_of, read_jsonl
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
@@ -34,7 +34,7 @@ INTERLEAVED = plan_of(("local", 1), (1, 2), (2, 3), ("local", 4), (1, 5), (2, 6)
 
 
 @pytest.fixture
-def run(configured: Callable[..., Config]) -> Callable[..., Notes]:
+def run(configured):
     """Train into tmp_path/name; what the user read. `through`: ports instead of workers' own."""
 
     def go(
@@ -56,7 +56,7 @@ def run(configured: Callable[..., Config]) -> Callable[..., Notes]:
 
 
 @pytest.fixture
-def proxy(pool: Pool):
+def proxy(pool):
     """Between worker 1 and worker 2, when worker 2's port is the proxy's."""
     worker = pool.machines["workers"][1]
     with FaultProxy((worker["ip"], worker["port"])) as made:
@@ -72,7 +72,7 @@ def relayed_bytes(output: Path) -> int:
 @pytest.mark.parametrize(
     "plan", [pytest.param(None, marks=pytest.mark.long), INTERLEAVED], ids=["chain", "interleaved"]
 )
-def test_direct_links_carry_the_tensors_and_change_nothing(run, tmp_path, plan) -> None:
+def test_direct_links_carry_the_tensors_and_change_nothing(run, tmp_path, plan):
     cuts = [2, 4] if plan is None else []
     run("whole", [])
     for links in ("relay", "auto", "direct"):
@@ -84,7 +84,7 @@ def test_direct_links_carry_the_tensors_and_change_nothing(run, tmp_path, plan) 
 
 
 @pytest.mark.long
-def test_a_pair_with_two_boundaries_keeps_its_link(run, tmp_path) -> None:
+def test_a_pair_with_two_boundaries_keeps_its_link(run, tmp_path):
     """Workers that dialled each other at once closed each other's link in most runs."""
     plan = plan_of(("local", 1), (1, 2), (2, 3), (1, 4), (2, 5), ("local", 6))
     for attempt in range(10):
@@ -94,7 +94,7 @@ def test_a_pair_with_two_boundaries_keeps_its_link(run, tmp_path) -> None:
         assert not [line for line in notes.lines if "the link between" in line]
 
 
-def test_links_are_chosen_per_boundary(run, tmp_path) -> None:
+def test_links_are_chosen_per_boundary(run, tmp_path):
     plan = [dict(entry) for entry in INTERLEAVED]
     plan[2]["links"] = "relay"
     run("one", [], links="direct", shard_plan=plan)
@@ -105,7 +105,7 @@ def test_links_are_chosen_per_boundary(run, tmp_path) -> None:
 
 def test_an_unreachable_worker_is_relayed_to_with_auto_and_refused_with_direct(
     run, pool, tmp_path, monkeypatch
-) -> None:
+):
     """The coordinator reaches worker 2 at its port; to worker 1 it names one where nobody is."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = closed.getsockname()[1]
@@ -148,9 +148,7 @@ def deaths() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kind", "where", "reset"), list(deaths()))
-def test_a_direct_link_that_dies_costs_a_repeated_step(
-    run, proxy, tmp_path, kind, where, reset
-) -> None:
+def test_a_direct_link_that_dies_costs_a_repeated_step(run, proxy, tmp_path, kind, where, reset):
     """The proxy also stands before worker 2's link with the coordinator, which carries neither."""
     direction = "up" if kind is m.Forward else "down"
     proxy.cuts.append(FrameCut(direction, kind, where, reset))
@@ -166,7 +164,7 @@ def test_a_direct_link_that_dies_costs_a_repeated_step(
 
 
 @pytest.mark.long
-def test_a_direct_link_that_falls_silent_is_given_up(run, proxy, tmp_path) -> None:
+def test_a_direct_link_that_falls_silent_is_given_up(run, proxy, tmp_path):
     """No byte and no end: the other link through the same proxy is opened again."""
 
     class Hole(Notes):
@@ -186,7 +184,7 @@ def test_a_direct_link_that_falls_silent_is_given_up(run, proxy, tmp_path) -> No
     assert_same_runs(tmp_path / "cut", tmp_path / "whole")
 
 
-def test_all_links_lost_at_once_cost_a_repeated_step(run, proxies, tmp_path) -> None:
+def test_all_links_lost_at_once_cost_a_repeated_step(run, proxies, tmp_path):
     """All links run through the proxies: no worker can tell the coordinator that the one between
     them is gone too."""
 
@@ -206,7 +204,7 @@ def test_all_links_lost_at_once_cost_a_repeated_step(run, proxies, tmp_path) -> 
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_a_link_lost_while_tensors_wait_to_be_encoded_changes_nothing(
     run, pool, tmp_path, monkeypatch, direction
-) -> None:
+):
     """The thread that encodes is behind when the link is open again."""
     # No dropout: worker and coordinator share this process's random numbers.
     sections = {
@@ -234,7 +232,7 @@ def test_a_link_lost_while_tensors_wait_to_be_encoded_changes_nothing(
     assert_same_runs(tmp_path / "cut", tmp_path / "calm")
 
 
-def test_unknown_connections_at_a_workers_port_are_refused_as_peers(run, pool, tmp_path) -> None:
+def test_unknown_connections_at_a_workers_port_are_refused_as_peers(run, pool, tmp_path):
     """Before every step: other runs, other workers, frames without a greeting."""
     address = ("127.0.0.1", pool.machines["workers"][1]["port"])
     hello = m.PeerHello("stranger", 2, from_id=1, max_frame_bytes=1 << 40)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("pool")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "demo_llama8b4bit_distributed.py"
 
 
-def test_llama_example_trains_a_tiny_model_stored_in_4_bits(pool, texts, tmp_path) -> None:
+def test_llama_example_trains_a_tiny_model_stored_in_4_bits(pool, texts, tmp_path):
     full = save_llama(tmp_path / "full", hidden_size=64, intermediate_size=128)
     quantised = tmp_path / "4bit"
     settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")

@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from hetero_framework.core.messages import Message
 from hetero_framework.trainer.coordinator import train
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.framed import framed
-from tests.pools import Notes, Pool, is_listening, with_own_worker
+from tests.pools import Notes, is_listening, with_own_worker
 from tests.samples import read_jsonl
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
@@ -35,9 +34,7 @@ def refused(port: int, worker_id: str) -> bytes:
         return sock.recv(1 << 16)
 
 
-def test_events_record_a_run(
-    pool: Pool, configured: Callable[..., Config], texts: Path, tmp_path: Path
-) -> None:
+def test_events_record_a_run(pool, configured, texts, tmp_path):
     worker = pool.machines["workers"][0]
     data = {"train": str(texts), "eval": str(texts), "max_length": 64}
     training = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_steps": 4}
@@ -81,7 +78,7 @@ def test_events_record_a_run(
     assert events(tmp_path / "run" / "previous-1" / "events.jsonl")[2]["what"] == "worker lost"
 
 
-def test_a_strangers_words_are_short_and_harmless_in_a_workers_log(pool: Pool) -> None:
+def test_a_strangers_words_are_short_and_harmless_in_a_workers_log(pool):
     log = pool.logs[0]
     before = log.stat().st_size
     for _ in range(30):
@@ -95,7 +92,7 @@ def test_a_strangers_words_are_short_and_harmless_in_a_workers_log(pool: Pool) -
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a closed pipe is another error there")
-def test_a_worker_goes_on_after_its_log_is_closed(pool: Pool, tmp_path: Path) -> None:
+def test_a_worker_goes_on_after_its_log_is_closed(pool, tmp_path):
     """As with `hetero worker 2>&1 | head -1`."""
     config = with_own_worker(Config.from_dict(pool.config(tmp_path, [3])))
     port = config.workers[0].port

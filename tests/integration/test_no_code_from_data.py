@@ -113,9 +113,7 @@ def configuration(folder: Path, model: Path, *, worker: bool = False) -> Path:
 
 
 @pytest.mark.parametrize("case", REPOSITORIES)
-def test_a_hostile_repository_is_refused_and_nothing_of_it_runs(
-    case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_repository_is_refused_and_nothing_of_it_runs(case, tmp_path, capfd, monkeypatch):
     spoil, said = REPOSITORIES[case]
     model = save_llama(tmp_path / "model", layers=2)
     canary = tmp_path / "canary"
@@ -148,7 +146,7 @@ open({seen!r} + str(os.getpid()), "w").close()
 
 
 @pytest.mark.long
-def test_no_process_of_a_run_unpickles_anything(tmp_path: Path) -> None:
+def test_no_process_of_a_run_unpickles_anything(tmp_path):
     """Training over two processes, a checkpoint, a resume from it and an export."""
     config = configuration(tmp_path, save_llama(tmp_path / "model", layers=2), worker=True)
     trace, seen = tmp_path / "trace", tmp_path / "seen"
@@ -168,7 +166,7 @@ def test_no_process_of_a_run_unpickles_anything(tmp_path: Path) -> None:
     assert len(list(seen.iterdir())) >= 5  # two processes in each run, and the export
 
 
-def test_the_hook_notices_unpickling(tmp_path: Path) -> None:
+def test_the_hook_notices_unpickling(tmp_path):
     trace = tmp_path / "trace"
     (tmp_path / "sitecustomize.py").write_text(HOOK.format(trace=str(trace), seen=f"{tmp_path}/"))
     code = "import copyreg, _pickle; _pickle.loads(b'ccollections\\nOrderedDict\\n.')"

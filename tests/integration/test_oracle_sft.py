@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="session")
-def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chat_model(tmp_path_factory):
     """A tiny Llama whose tokenizer has a chat template with generation marks."""
     model = save_llama(
         tmp_path_factory.mktemp("chat"), vocab_size=400, max_position_embeddings=1024
@@ -106,7 +105,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def agree(losses, chat_model, tmp_path) -> Callable[..., None]:
+def agree(losses, chat_model, tmp_path):
     """Train in three stages and with SFTTrainer: the same steps, and the same weights."""
 
     def compare(
@@ -130,7 +129,7 @@ def agree(losses, chat_model, tmp_path) -> Callable[..., None]:
 @pytest.mark.parametrize(
     "case", seldom(CASES, "prompt_completion_whole", "messages_whole", "alpaca")
 )
-def test_agrees_with_sft_trainer(case, agree, chat_model, tmp_path) -> None:
+def test_agrees_with_sft_trainer(case, agree, chat_model, tmp_path):
     make, settings = CASES[case]
     rows = make(random.Random(1))
     theirs = None
@@ -141,20 +140,20 @@ def test_agrees_with_sft_trainer(case, agree, chat_model, tmp_path) -> None:
     agree(ours, settings, {"num_train_epochs": 1}, adapter, theirs)
 
 
-def test_three_epochs_of_full_training_agree_with_sft_trainer(agree, tmp_path) -> None:
+def test_three_epochs_of_full_training_agree_with_sft_trainer(agree, tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", conversations(random.Random(2)))
     training = {"weight_decay": 0.1, "gradient_checkpointing": True}
     agree(rows, {"assistant_only_loss": True}, training)
 
 
 @pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")
-def test_smoothed_labels_of_some_tokens_agree_with_sft_trainer(agree, tmp_path) -> None:
+def test_smoothed_labels_of_some_tokens_agree_with_sft_trainer(agree, tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", pairs(random.Random(5)))
     training = {"label_smoothing_factor": 0.1, "loss_chunk_tokens": 16, "num_train_epochs": 1}
     agree(rows, {"padding_free": True, "max_length": None}, training)
 
 
-def test_a_converted_configuration_agrees_with_sft_trainer(losses, chat_model, tmp_path) -> None:
+def test_a_converted_configuration_agrees_with_sft_trainer(losses, chat_model, tmp_path):
     """What it does not say are TRL's own defaults, the loss on all turns among them."""
     rows = write_jsonl(tmp_path / "rows.jsonl", conversations(random.Random(4)))
     fields = {**TRAINING, "num_train_epochs": 1, "bf16": False}
@@ -176,7 +175,7 @@ def test_a_converted_configuration_agrees_with_sft_trainer(losses, chat_model, t
 
 
 @pytest.mark.long
-def test_quantisation_by_machine_agrees_with_sft_trainer(pool, losses, tmp_path) -> None:
+def test_quantisation_by_machine_agrees_with_sft_trainer(pool, losses, tmp_path):
     model = save_llama(tmp_path / "model", hidden_size=64, intermediate_size=128)
     adapter = save_adapter(model, tmp_path / "adapter")
     rows = write_jsonl(tmp_path / "rows.jsonl", CASES["text"][0](random.Random(1)))
@@ -257,7 +256,7 @@ def json_files(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("case", RESULTS)
 def test_the_result_ends_and_is_asked_as_that_of_sft_trainer(
     case, lora, losses, chat_model, tmp_path
-) -> None:
+):
     base, told = RESULTS[case]
     model = shutil.copytree(chat_model, tmp_path / "model")
     (model / "generation_config.json").unlink()

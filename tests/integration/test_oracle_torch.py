@@ -19,14 +19,14 @@ pytestmark = pytest.mark.xdist_group("pool2")
 @pytest.mark.parametrize(
     "training", [{}, {"weight_decay": 0.1}, {"fp16": True}], ids=["plain", "decay", "fp16"]
 )
-def test_full_training_equals_a_torch_loop(training, losses, llama, texts, tmp_path) -> None:
+def test_full_training_equals_a_torch_loop(training, losses, llama, texts, tmp_path):
     ours = losses([2, 4], training=training)
     theirs, trained = torch_run(llama, texts, **training)
     assert ours == theirs
     assert_same(weights(tmp_path / "run"), trained)
 
 
-def test_lora_equals_a_torch_loop(losses, llama, texts, tmp_path) -> None:
+def test_lora_equals_a_torch_loop(losses, llama, texts, tmp_path):
     adapter = save_adapter(llama, tmp_path / "adapter")
     ours = losses([2, 4], adapter={"init_from": str(adapter)})
     theirs, trained = torch_run(llama, texts, adapter)
@@ -34,7 +34,7 @@ def test_lora_equals_a_torch_loop(losses, llama, texts, tmp_path) -> None:
     assert_same(weights(tmp_path / "run"), trained)
 
 
-def test_skipped_steps_of_fp16_equal_gradscalers(losses, tmp_path) -> None:
+def test_skipped_steps_of_fp16_equal_gradscalers(losses, tmp_path):
     """Steep logits overflow at the first loss scales: skipped, schedule held, scale halved."""
     model, texts = steep_llama(tmp_path / "steep"), tmp_path / "short.jsonl"
     save_texts(texts, 9, longest=4)

@@ -40,7 +40,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", seldom(CASES, "checkpointing", "sgd_linear", "smoothing"))
-def test_full_training_agrees_with_trainer(case, losses, llama, texts, tmp_path) -> None:
+def test_full_training_agrees_with_trainer(case, losses, llama, texts, tmp_path):
     training = CASES[case]
     ours = losses([2, 4], training=training)
     theirs, trained = trainer_run(llama, texts, tmp_path / "trainer", **training)
@@ -53,7 +53,7 @@ def test_full_training_agrees_with_trainer(case, losses, llama, texts, tmp_path)
 )
 def test_noise_of_the_same_seeds_agrees_with_trainer(
     lora, losses, llama, texts, tmp_path, monkeypatch
-) -> None:
+):
     """In evaluations, too, which have none."""
     training = {"neftune_noise_alpha": 5.0, "eval_strategy": "epoch", "seed": 7}
     sections: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def test_noise_of_the_same_seeds_agrees_with_trainer(
     [{"weight_decay": 0.1}, pytest.param({"bf16": True}, marks=pytest.mark.long)],
     ids=["decay", "bf16"],
 )
-def test_lora_agrees_with_trainer(training, losses, llama, texts, tmp_path) -> None:
+def test_lora_agrees_with_trainer(training, losses, llama, texts, tmp_path):
     adapter = save_adapter(llama, tmp_path / "adapter")
     ours = losses([2, 4], training=training, adapter={"init_from": str(adapter)})
     theirs, trained = trainer_run(llama, texts, tmp_path / "trainer", adapter, **training)
@@ -86,7 +86,7 @@ def test_lora_agrees_with_trainer(training, losses, llama, texts, tmp_path) -> N
     assert_close(weights(tmp_path / "run"), trained)
 
 
-def test_tied_embeddings_agree_with_trainer(losses, texts, tmp_path) -> None:
+def test_tied_embeddings_agree_with_trainer(losses, texts, tmp_path):
     model = save_llama(tmp_path / "tied", tie_word_embeddings=True)
     ours = losses([2, 4], model={"name_or_path": str(model)})
     theirs, trained = trainer_run(model, texts, tmp_path / "trainer")
@@ -100,9 +100,7 @@ def test_tied_embeddings_agree_with_trainer(losses, texts, tmp_path) -> None:
     [{"bf16": True}, pytest.param({"fp16": True}, marks=pytest.mark.long)],
     ids=["bf16", "fp16"],
 )
-def test_blocks_without_a_norm_in_front_equal_one_process_in_autocast(
-    training, losses, tmp_path
-) -> None:
+def test_blocks_without_a_norm_in_front_equal_one_process_in_autocast(training, losses, tmp_path):
     """Three projections read the hidden state as it arrives."""
     sections = {"model": {"name_or_path": str(save_tiny(tmp_path / "model", "olmo2"))}}
     training = {"max_steps": 3, **training}
@@ -113,7 +111,7 @@ def test_blocks_without_a_norm_in_front_equal_one_process_in_autocast(
         assert_same(weights(tmp_path / name), weights(tmp_path / "whole"))
 
 
-def test_a_stored_head_under_tied_embeddings_agrees_with_trainer(losses, texts, tmp_path) -> None:
+def test_a_stored_head_under_tied_embeddings_agrees_with_trainer(losses, texts, tmp_path):
     """transformers keeps it, though config.json says that it is the embedding."""
     model = save_llama(tmp_path / "tied", tie_word_embeddings=True)
     tensors = load_file(model / "model.safetensors")
@@ -151,7 +149,7 @@ WITH_SIDES: dict[str, dict[str, Any]] = {
     [{}, pytest.param({"lora": True, "gradient_checkpointing": True}, marks=pytest.mark.long)],
     ids=["full", "lora"],
 )
-def test_the_loss_of_routers_agrees_with_trainer(way, losses, texts, tmp_path) -> None:
+def test_the_loss_of_routers_agrees_with_trainer(way, losses, texts, tmp_path):
     routers = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
     model = save_tiny(tmp_path / "model", "mixtral", **routers)
     training = {"max_steps": 3, "warmup_steps": 0, "weight_decay": 0.5}
@@ -180,9 +178,7 @@ def test_the_loss_of_routers_agrees_with_trainer(way, losses, texts, tmp_path) -
     [*NO_DROPOUT, *(pytest.param(name, marks=pytest.mark.long) for name in WITH_SIDES)],
 )
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_other_architectures_agree_with_trainer(
-    model_type, smoothing, losses, texts, tmp_path
-) -> None:
+def test_other_architectures_agree_with_trainer(model_type, smoothing, losses, texts, tmp_path):
     model = save_tiny(tmp_path / "model", model_type, **(NO_DROPOUT | WITH_SIDES)[model_type])
     training = {"max_steps": 3, "warmup_steps": 0, "weight_decay": 0.5}
     training |= {"label_smoothing_factor": smoothing}

@@ -99,7 +99,7 @@ def load_complete(folder: Path) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_full_training_of(model_type: str, losses: Run, texts: Path, tmp_path: Path) -> None:
+def test_full_training_of(model_type, losses, texts, tmp_path):
     model = save_tiny(tmp_path / "model", model_type)
     output = cut_ways(losses, tmp_path, texts, model={"name_or_path": str(model)})
     trained = load_complete(output / "model")
@@ -108,7 +108,7 @@ def test_full_training_of(model_type: str, losses: Run, texts: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("model_type", ["llama", *ARCHITECTURES])
-def test_lora_of(model_type: str, losses: Run, texts: Path, tmp_path: Path) -> None:
+def test_lora_of(model_type, losses, texts, tmp_path):
     model = save_tiny(tmp_path / "model", model_type)
     # PEFT has no dropout for experts that are one tensor.
     adapter = {**LORA, "lora_dropout": 0.0} if model_type in EXPERTS else LORA
@@ -118,7 +118,7 @@ def test_lora_of(model_type: str, losses: Run, texts: Path, tmp_path: Path) -> N
     assert mean_token_loss(stock, tokenizer, texts) == final_eval(output)
 
 
-def test_merged_adapter_is_the_trained_model(losses, llama, texts, tmp_path) -> None:
+def test_merged_adapter_is_the_trained_model(losses, llama, texts, tmp_path):
     losses([2, 4], adapter=LORA, training={"max_steps": 2})
     merged = tmp_path / "merged"
     arguments = ["merge", "--adapter", str(tmp_path / "run" / "adapter")]
@@ -128,7 +128,7 @@ def test_merged_adapter_is_the_trained_model(losses, llama, texts, tmp_path) -> 
 
 
 @pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.long)])
-def test_a_continued_adapter_starts_where_it_ended(model_type, losses, texts, tmp_path) -> None:
+def test_a_continued_adapter_starts_where_it_ended(model_type, losses, texts, tmp_path):
     model = {"name_or_path": str(save_tiny(tmp_path / "model", model_type))}
     data = {"train": str(texts), "eval": str(texts), "max_length": 64}
     adapter = {**LORA, "lora_dropout": 0.0}
@@ -143,7 +143,7 @@ def test_a_continued_adapter_starts_where_it_ended(model_type, losses, texts, tm
 @pytest.mark.parametrize(
     "stored", [True, pytest.param(False, marks=pytest.mark.long)], ids=["stored", "while_loading"]
 )
-def test_qlora(stored: bool, losses: Run, texts: Path, tmp_path: Path) -> None:
+def test_qlora(stored, losses, texts, tmp_path):
     model = save_llama(tmp_path / "model", hidden_size=64, intermediate_size=128)
     section: dict[str, Any] = {"name_or_path": str(model), "quantization": "nf4"}
     if stored:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,9 +15,7 @@ from hetero_framework.trainer.coordinator import train
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "objectives.md"
 
 
-def test_the_pages_objective_trains(
-    pool: Any, llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pages_objective_trains(pool, llama, texts, tmp_path, monkeypatch):
     """On one process: the workers of the pool have not imported it."""
     monkeypatch.setattr(control, "_imported", [])  # workers of later tests follow it
     monkeypatch.setattr(registry, "_registered", {})

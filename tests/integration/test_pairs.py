@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,6 @@ from tests.integration.pairs import (
 )
 from tests.integration.pairs import pairs as every_pair
 from tests.integration.test_recovery import Killer
-from tests.pools import Pool
 from tests.samples import free_ports
 
 __all__ = ["quorums"]  # the fixture of all islands
@@ -40,7 +38,7 @@ _OF_THREADS = {"noise", "dropout", "workers", "cut", "samples"}
 
 
 @pytest.fixture(scope="module")
-def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(pool, tmp_path_factory):
     machines = pool.machines
     folder = tmp_path_factory.mktemp("pairs")
     return Runs(folder, machines["workers"][:1], machines["coordinator"]["port"])
@@ -59,7 +57,7 @@ def drawn(what: str, among: list[tuple[str, ...]], count: int) -> list[tuple[str
 
 
 @pytest.mark.timeout(900)  # half a minute, of a machine that does nothing else
-def test_pairs_that_were_drawn_are_trained_or_refused(runs: Runs) -> None:
+def test_pairs_that_were_drawn_are_trained_or_refused(runs):
     among = [(name, *pair) for name in OBJECTIVES for pair in every_pair()]
     tried = drawn("pairs", among, 24)
     found = {f"{name} {'+'.join(pair)}": runs.try_pair(name, pair) for name, *pair in tried}
@@ -67,7 +65,7 @@ def test_pairs_that_were_drawn_are_trained_or_refused(runs: Runs) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_settings_that_were_drawn_keep_their_bits(runs: Runs) -> None:
+def test_settings_that_were_drawn_keep_their_bits(runs):
     among = [(name, feature) for name in OBJECTIVES for feature in FEATURES]
     tried = drawn("neutral", among, 2)
     found = {f"{name} {feature}": runs.try_neutral(name, (feature,)) for name, feature in tried}
@@ -78,7 +76,7 @@ def test_settings_that_were_drawn_keep_their_bits(runs: Runs) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", SETTINGS)
 @pytest.mark.parametrize("objective", OF_ALL)
-def test_every_pair_is_trained_or_refused(objective: str, first: str, runs: Runs) -> None:
+def test_every_pair_is_trained_or_refused(objective, first, runs):
     mine = [pair for pair in every_pair() if pair[0] == first]
     assert faults({"+".join(pair): runs.try_pair(objective, pair) for pair in mine}) == []
 
@@ -86,13 +84,13 @@ def test_every_pair_is_trained_or_refused(objective: str, first: str, runs: Runs
 @pytest.mark.long
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("objective", OF_ALL)
-def test_every_setting_keeps_its_bits(objective: str, feature: str, runs: Runs) -> None:
+def test_every_setting_keeps_its_bits(objective, feature, runs):
     assert faults({feature: runs.try_neutral(objective, (feature,))}) == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("objective", OF_ALL)
-def test_a_worker_killed_in_a_step_changes_no_bit(objective: str, tmp_path: Path) -> None:
+def test_a_worker_killed_in_a_step_changes_no_bit(objective, tmp_path):
     """It is one that the coordinator starts, and starts again."""
     first, second = free_ports(2)
     own = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu", "id": 1, "port": second}
@@ -110,7 +108,7 @@ def test_a_worker_killed_in_a_step_changes_no_bit(objective: str, tmp_path: Path
 
 @pytest.mark.long
 @pytest.mark.parametrize("objective", OF_ALL)
-def test_islands_train_a_pair_as_one_or_refuse_it(objective: str, runs: Runs) -> None:
+def test_islands_train_a_pair_as_one_or_refuse_it(objective, runs):
     among = [pair for pair in every_pair() if not _OF_THREADS & {*pair}]
     for pair in drawn(f"islands {objective}", among, 3):
         island = {"lighthouse": "127.0.0.1:29510", "min_islands": 2, "share": 1}

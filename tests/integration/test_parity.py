@@ -69,7 +69,7 @@ SELDOM = ("full_fp16", "full_bf16", "lora_checkpointing", "lora_smoothing_noise"
 
 
 @pytest.mark.parametrize("case", seldom(CASES, *SELDOM))
-def test_training_cut_into_stages_equals_one_process(case, losses, tmp_path, llama) -> None:
+def test_training_cut_into_stages_equals_one_process(case, losses, tmp_path, llama):
     sections = dict(CASES[case])
     if sections.pop("bfloat16", False):
         sections["model"] = {"name_or_path": str(llama), "dtype": "bfloat16"}
@@ -83,7 +83,7 @@ def test_training_cut_into_stages_equals_one_process(case, losses, tmp_path, lla
 @pytest.mark.parametrize(
     "chunk", [None, pytest.param(16, marks=pytest.mark.long)], ids=["whole", "in_chunks"]
 )
-def test_metrics_of_tokens_are_those_of_one_process(chunk, losses, tmp_path, texts) -> None:
+def test_metrics_of_tokens_are_those_of_one_process(chunk, losses, tmp_path, texts):
     def measured(cuts: list[int], name: str, **training) -> list[dict[str, float]]:
         training |= {"eval_strategy": "epoch", "loss_chunk_tokens": chunk}
         data = {"train": str(texts), "eval": str(texts), "max_length": 64}
@@ -105,7 +105,7 @@ def test_metrics_of_tokens_are_those_of_one_process(chunk, losses, tmp_path, tex
         assert line.items() >= other.items()
 
 
-def test_predictions_of_an_evaluation_are_those_of_one_process(pool, configured, texts) -> None:
+def test_predictions_of_an_evaluation_are_those_of_one_process(pool, configured, texts):
     sections = {
         "data": {"train": str(texts), "eval": str(texts), "max_length": 64},
         "training": {"max_steps": 2, "eval_strategy": "steps", "loss_chunk_tokens": 16},
@@ -138,7 +138,7 @@ def test_predictions_of_an_evaluation_are_those_of_one_process(pool, configured,
     pool.check()
 
 
-def test_probing_the_longest_micro_batch_changes_no_bit(losses, tmp_path) -> None:
+def test_probing_the_longest_micro_batch_changes_no_bit(losses, tmp_path):
     rows = [{"text": "a model " * count} for count in (*[3] * 9, 9, 3)]
     data = {"train": str(write_jsonl(tmp_path / "late.jsonl", rows)), "max_length": 64}
     order = {"train_sampling_strategy": "sequential"}
@@ -151,7 +151,7 @@ def test_probing_the_longest_micro_batch_changes_no_bit(losses, tmp_path) -> Non
 
 
 @pytest.mark.long
-def test_tied_embeddings_under_full_training_stay_one_weight(losses, tmp_path) -> None:
+def test_tied_embeddings_under_full_training_stay_one_weight(losses, tmp_path):
     model = save_llama(tmp_path / "tied", tie_word_embeddings=True)
     sections = {"model": {"name_or_path": str(model)}}
     losses([], "whole", **sections)
@@ -166,7 +166,7 @@ def test_tied_embeddings_under_full_training_stay_one_weight(losses, tmp_path) -
     [(("local", 0), (1, 4), (2, 6)), (("local", 1), (1, 2), (2, 3), (1, 5), ("local", 6))],
     ids=["local has the embedding only", "a worker is listed twice and local comes last, too"],
 )
-def test_other_plans_equal_one_process(ends, losses) -> None:
+def test_other_plans_equal_one_process(ends, losses):
     plan = plan_of(*ends)
     plan[-1]["is_last"] = True
     assert losses([], "cut", shard_plan=plan, adapter=LORA) == losses([], "whole", adapter=LORA)
@@ -175,9 +175,7 @@ def test_other_plans_equal_one_process(ends, losses) -> None:
 @pytest.mark.parametrize(
     "adapter", [None, pytest.param(LORA, marks=pytest.mark.long)], ids=["full", "lora"]
 )
-def test_a_loss_in_pieces_and_stages_that_recompute_equal_one_process(
-    adapter, losses, tmp_path
-) -> None:
+def test_a_loss_in_pieces_and_stages_that_recompute_equal_one_process(adapter, losses, tmp_path):
     sections = {"adapter": adapter, "training": {"loss_chunk_tokens": 16}}
     whole = losses([], "whole", **sections)
     plan = plan_of(("local", 2), (1, 4), (2, 6))
@@ -191,9 +189,7 @@ def test_a_loss_in_pieces_and_stages_that_recompute_equal_one_process(
     )
 
 
-def test_adapter_to_start_from_is_needed_on_the_coordinator_only(
-    pool, llama, texts, tmp_path
-) -> None:
+def test_adapter_to_start_from_is_needed_on_the_coordinator_only(pool, llama, texts, tmp_path):
     """The path is relative to the coordinator's configuration; no worker finds anything there."""
 
     def run(cuts: list[int], name: str, **adapter) -> None:
@@ -208,14 +204,14 @@ def test_adapter_to_start_from_is_needed_on_the_coordinator_only(
     assert weights(tmp_path / "cut").keys() == weights(tmp_path / "first").keys()
 
 
-def test_layers_below_the_adapter_get_no_gradient_and_change_nothing(losses) -> None:
+def test_layers_below_the_adapter_get_no_gradient_and_change_nothing(losses):
     adapter = {**LORA, "layers_to_transform": [4, 5]}
     whole = losses([], "whole", adapter=adapter)
     assert losses([2, 4], "cut", adapter=adapter) == whole
     assert losses([1, 5], "within", adapter=adapter) == whole
 
 
-def test_padding_free_equals_one_process_and_nearly_padded_rows(losses, texts, tmp_path) -> None:
+def test_padding_free_equals_one_process_and_nearly_padded_rows(losses, texts, tmp_path):
     def run(cuts: list[int], name: str, **data: bool) -> list[tuple]:
         files = {"train": str(texts), "eval": str(texts), "max_length": 64}
         return losses(
@@ -247,7 +243,7 @@ def measured(output: Path, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("padding_free", [False, True])
-def test_every_micro_batch_may_have_another_length(losses, tmp_path, padding_free) -> None:
+def test_every_micro_batch_may_have_another_length(losses, tmp_path, padding_free):
     lengths = [2, 61, 7, 40, 12, 3, 55, 23, 31, 5, 17, 48]
     file = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a" * length} for length in lengths])
     sections = {

@@ -74,7 +74,7 @@ class Killer(Notes):
 
 
 @pytest.fixture(scope="module")
-def whole(llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(llama, texts, tmp_path_factory):
     """The undisturbed run, in one process."""
     output = tmp_path_factory.mktemp("whole") / "run"
     train(alone(configuration(output, llama, texts)))
@@ -130,7 +130,7 @@ def untimed(line: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def with_callbacks(llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_callbacks(llama, texts, tmp_path_factory):
     """The undisturbed run of REPORTED."""
     place = tmp_path_factory.mktemp("callbacks")
     assert command(place, llama, texts).returncode == 0
@@ -155,8 +155,8 @@ POINTS = ["commit-done@5", "evaluation@4", "gather"]
 @LONG
 @pytest.mark.parametrize("point", POINTS)
 def test_a_run_with_callbacks_that_is_killed_records_what_an_undisturbed_one_does(
-    point: str, llama: Path, texts: Path, tmp_path: Path, with_callbacks: Path
-) -> None:
+    point, llama, texts, tmp_path, with_callbacks
+):
     killed = command(tmp_path, llama, texts, HETERO_FAILPOINT=f"coordinator/{point}")
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
     num_told = len(told(tmp_path))
@@ -170,8 +170,8 @@ def test_a_run_with_callbacks_that_is_killed_records_what_an_undisturbed_one_doe
 
 
 def test_steps_that_are_repeated_after_a_loss_are_recorded_once(
-    llama: Path, texts: Path, tmp_path: Path, with_callbacks: Path
-) -> None:
+    llama, texts, tmp_path, with_callbacks
+):
     config = configuration(tmp_path / "run", llama, texts, **REPORTED)
     notes = Killer({3: (2,), 6: (1,)})
     train(config, progress=notes, callbacks=[TrainerCallback])
@@ -183,8 +183,8 @@ def test_steps_that_are_repeated_after_a_loss_are_recorded_once(
 @LONG
 @pytest.mark.parametrize("at", [{5: (1, 2)}, {1: (1,)}], ids=str)
 def test_a_worker_that_is_killed_comes_back_and_the_result_is_the_same(
-    at: dict[int, tuple[int, ...]], llama: Path, texts: Path, tmp_path: Path, whole: Path
-) -> None:
+    at, llama, texts, tmp_path, whole
+):
     notes = Killer(at)
     assert train(configuration(tmp_path / "run", llama, texts), progress=notes).steps == 9
     assert_same_runs(tmp_path / "run", whole)
@@ -193,8 +193,8 @@ def test_a_worker_that_is_killed_comes_back_and_the_result_is_the_same(
 
 @LONG
 def test_a_worker_that_is_killed_in_a_backward_comes_back_and_the_result_is_the_same(
-    llama: Path, texts: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    llama, texts, tmp_path, whole, monkeypatch
+):
     monkeypatch.setenv("HETERO_FAILPOINT", "worker-1/backward@4")
     monkeypatch.setenv("HETERO_FAILPOINT_ONCE", str(tmp_path))
     notes = Notes()
@@ -205,8 +205,8 @@ def test_a_worker_that_is_killed_in_a_backward_comes_back_and_the_result_is_the_
 
 @LONG
 def test_a_stage_that_hangs_is_killed_and_the_result_is_the_same(
-    llama: Path, texts: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    llama, texts, tmp_path, whole, monkeypatch
+):
     """Its heartbeats go on; only the thread that computes does not come back."""
     monkeypatch.setenv("HETERO_FAILPOINT", "worker-2/forward@4:sleep:600")
     monkeypatch.setenv("HETERO_FAILPOINT_ONCE", str(tmp_path))
@@ -218,9 +218,7 @@ def test_a_stage_that_hangs_is_killed_and_the_result_is_the_same(
 
 
 @LONG
-def test_a_step_that_keeps_killing_its_worker_ends_the_run(
-    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_keeps_killing_its_worker_ends_the_run(llama, texts, tmp_path, monkeypatch):
     monkeypatch.setenv("HETERO_FAILPOINT", "worker-1/backward@3")
     config = configuration(tmp_path / "run", llama, texts, replicate_steps=1)
     with pytest.raises(PeerLostError, match="step 3 has ended a worker 3 times") as raised:
@@ -231,8 +229,8 @@ def test_a_step_that_keeps_killing_its_worker_ends_the_run(
 
 @LONG
 def test_f30_out_of_memory_in_any_process_repeats_the_step_exactly(
-    llama: Path, texts: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    llama, texts, tmp_path, whole, monkeypatch
+):
     """In all its shapes. Nobody ends, no link breaks, and no step but those is repeated."""
     lacks = {
         2: ("worker-1", "forward@2:oom:host"),
@@ -264,8 +262,8 @@ def test_f30_out_of_memory_in_any_process_repeats_the_step_exactly(
     ],
 )
 def test_f30_memory_that_runs_out_again_or_in_a_commit_ends_the_run(
-    points: str, said: str, llama: Path, texts: Path, tmp_path: Path, monkeypatch
-) -> None:
+    points, said, llama, texts, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HETERO_FAILPOINT", f"worker-1/{points}")
     with pytest.raises(OutOfMemory, match=said) as raised:
         train(configuration(tmp_path / "run", llama, texts), progress=Notes())
@@ -274,9 +272,7 @@ def test_f30_memory_that_runs_out_again_or_in_a_commit_ends_the_run(
     assert "fewer layers" in str(raised.value.hint)
 
 
-def test_a_coordinator_that_is_killed_goes_on_with_the_same_command(
-    llama: Path, texts: Path, tmp_path: Path, whole: Path
-) -> None:
+def test_a_coordinator_that_is_killed_goes_on_with_the_same_command(llama, texts, tmp_path, whole):
     """At one place; faults/test_kill_matrix.py has all of them."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps(configuration(tmp_path / "run", llama, texts).to_dict()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ def make(pool: Pool, llama: Path, texts: Path, output: Path, cuts: list[int], **
 
 
 @pytest.fixture
-def config(pool, llama, texts, tmp_path) -> Callable[..., Config]:
+def config(pool, llama, texts, tmp_path):
     """What `make` makes, into tmp_path / name."""
     return lambda name, cuts, **sections: make(
         pool, llama, texts, tmp_path / name, cuts, **sections
@@ -55,7 +54,7 @@ def evals(output: Path) -> list[tuple]:
 
 
 @pytest.mark.parametrize("adapter", [LORA, None], ids=["lora", "full"])
-def test_resume_under_other_plans_equals_the_uninterrupted_run(adapter, config, tmp_path) -> None:
+def test_resume_under_other_plans_equals_the_uninterrupted_run(adapter, config, tmp_path):
     sections = {"adapter": adapter, "training": {"eval_steps": 3}}
     train(config("whole", [3], **sections))
     # Stopped after step 5 (of 9, in the middle of the second epoch), then resumed from step 4.
@@ -83,9 +82,7 @@ def stop_after(config: Config, steps: int) -> None:
         train(config, progress=Bomb())
 
 
-def test_resume_with_other_data_or_settings_is_refused(
-    config, pool, llama, texts, tmp_path
-) -> None:
+def test_resume_with_other_data_or_settings_is_refused(config, pool, llama, texts, tmp_path):
     train(config("run", [3], training={"max_steps": 2}))
     other = config("run", [3], training={"seed": 7})
     with pytest.raises(CheckpointError, match=r"training\.seed was 42, now it is 7"):
@@ -96,7 +93,7 @@ def test_resume_with_other_data_or_settings_is_refused(
         train(make(pool, llama, texts2, tmp_path / "run", [3]), resume="latest")
 
 
-def test_checkpoint_needs_no_worker_disk(config, tmp_path) -> None:
+def test_checkpoint_needs_no_worker_disk(config, tmp_path):
     train(config("run", [2, 4], adapter=LORA))
     steps = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
     assert steps == ["step_6", "step_8", "step_9"]
@@ -104,7 +101,7 @@ def test_checkpoint_needs_no_worker_disk(config, tmp_path) -> None:
     assert files == {"manifest.json", *(f"stage-{k}.0.safetensors" for k in range(3))}
 
 
-def test_bytes_of_a_step_exclude_resume_and_checkpoints(config, tmp_path) -> None:
+def test_bytes_of_a_step_exclude_resume_and_checkpoints(config, tmp_path):
     """Neither the state that a resume loads nor a checkpoint before the step is counted in it."""
 
     def bytes_of(name: str) -> list[int]:
@@ -121,21 +118,21 @@ def test_bytes_of_a_step_exclude_resume_and_checkpoints(config, tmp_path) -> Non
     assert max(map(abs, differ)) < state / 20  # pings and confirmations, no state
 
 
-def test_fresh_start_keeps_an_earlier_run(config, tmp_path) -> None:
+def test_fresh_start_keeps_an_earlier_run(config, tmp_path):
     for _ in range(2):
         train(config("run", [3], training={"max_steps": 2}))
     assert (tmp_path / "run" / "previous-1" / "checkpoints" / "step_2" / "manifest.json").exists()
     assert len(read_metrics(tmp_path / "run")) == 2
 
 
-def test_evaluation_leaves_training_alone(config, tmp_path) -> None:
+def test_evaluation_leaves_training_alone(config, tmp_path):
     train(config("with", [3], adapter=LORA, training={"eval_steps": 1}))
     train(config("without", [3], adapter=LORA))
     assert read_metrics(tmp_path / "with") == read_metrics(tmp_path / "without")
     assert len(evals(tmp_path / "with")) == 9
 
 
-def test_eval_token_loss_is_the_mean_over_tokens(config, llama, tmp_path) -> None:
+def test_eval_token_loss_is_the_mean_over_tokens(config, llama, tmp_path):
     training = {"max_steps": 1, "eval_on_start": True, "eval_strategy": "steps"}
     made = config("run", [3], training=training)
     train(made)
@@ -150,7 +147,7 @@ def test_eval_token_loss_is_the_mean_over_tokens(config, llama, tmp_path) -> Non
     assert evals(tmp_path / "run")[0][1] == total / items
 
 
-def test_checkpoints_after_the_resumed_step_step_aside(config, tmp_path) -> None:
+def test_checkpoints_after_the_resumed_step_step_aside(config, tmp_path):
     for resume in (None, 2):
         train(config("run", [3], training={"max_steps": 5}), resume=resume)
     assert {p.name for p in (tmp_path / "run" / "previous-1").iterdir()} == {"step_4", "step_5"}

@@ -3,13 +3,10 @@ one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hetero_framework.config import Config
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.trainer.coordinator import train
 from tests.integration.test_parity import assert_same_runs
@@ -32,9 +29,7 @@ INTERLEAVED[1]["gradient_checkpointing"] = True
 
 @pytest.mark.long
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
-def test_per_layer_inputs_and_shared_keys_cross_and_get_gradients(
-    adapter, losses, tmp_path
-) -> None:
+def test_per_layer_inputs_and_shared_keys_cross_and_get_gradients(adapter, losses, tmp_path):
     model = save_tiny("gemma3n_text", tmp_path / "model")
     sections = {"model": {"name_or_path": str(model)}, "adapter": adapter}
     losses([], "whole", **sections)
@@ -42,7 +37,7 @@ def test_per_layer_inputs_and_shared_keys_cross_and_get_gradients(
     assert_same_runs(tmp_path / "cut", tmp_path / "whole")
 
 
-def test_token_ids_go_to_the_stages_whose_layers_read_them(losses, tmp_path) -> None:
+def test_token_ids_go_to_the_stages_whose_layers_read_them(losses, tmp_path):
     model = save_tiny("deepseek_v4", tmp_path / "model")
     sections = {"model": {"name_or_path": str(model)}}
     losses([], "whole", **sections)
@@ -53,9 +48,7 @@ def test_token_ids_go_to_the_stages_whose_layers_read_them(losses, tmp_path) -> 
 @pytest.mark.long
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("model_type", ["musicgen", "musicgen_melody"])
-def test_tokens_of_several_codebooks_equal_one_process(
-    model_type, adapter, losses, tmp_path
-) -> None:
+def test_tokens_of_several_codebooks_equal_one_process(model_type, adapter, losses, tmp_path):
     save_tokenizer(tmp_path / "tokenizer")
     parts = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
     decoder = {**tiny_config(model_type).to_dict(), "vocab_size": 320}
@@ -71,9 +64,7 @@ def test_tokens_of_several_codebooks_equal_one_process(
 
 @pytest.mark.long
 @pytest.mark.parametrize("links", ["direct", "relay"])
-def test_the_loss_of_routers_crosses_processes_that_hold_several_stages(
-    links, losses, tmp_path
-) -> None:
+def test_the_loss_of_routers_crosses_processes_that_hold_several_stages(links, losses, tmp_path):
     model = save_tiny("mixtral", tmp_path / "model")
     sections = {
         "model": {"name_or_path": str(model), "router_aux_loss_coef": 0.1},
@@ -97,8 +88,8 @@ def test_the_loss_of_routers_crosses_processes_that_hold_several_stages(
     ],
 )
 def test_runs_continued_under_other_cuts_and_links_equal_one_process(
-    model_type: str, adapter: str | None, configured: Callable[..., Config], tmp_path: Path
-) -> None:
+    model_type, adapter, configured, tmp_path
+):
     model = {"name_or_path": str(save_tiny(model_type, tmp_path / "model"))}
     sections: dict[str, Any] = {
         "model": {**model, **SETTINGS[model_type], "quantization": adapter},

@@ -62,7 +62,7 @@ def collector(state: State, seen: list[int], now: Callable[[], int]):
     return take
 
 
-def test_snapshot_is_the_state_of_its_step_in_every_process(pool, llama, tmp_path) -> None:
+def test_snapshot_is_the_state_of_its_step_in_every_process(pool, llama, tmp_path):
     """Two workers and the coordinator, with two stages each but one: the state after step 1 is
     read during step 2 and after step 3, and equals what a run that stops there has."""
     with cluster_of(pool, llama, tmp_path / "stops") as cluster:
@@ -94,7 +94,7 @@ def test_snapshot_is_the_state_of_its_step_in_every_process(pool, llama, tmp_pat
     )
 
 
-def test_a_snapshot_is_dropped_if_its_receiver_fails(pool, llama, tmp_path) -> None:
+def test_a_snapshot_is_dropped_if_its_receiver_fails(pool, llama, tmp_path):
     """As where the disk is full: steps go on, and nothing goes to who has failed any more."""
     with cluster_of(pool, llama, tmp_path / "run") as cluster:
         take_step(cluster, 0)

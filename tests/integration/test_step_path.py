@@ -7,13 +7,10 @@ from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any, cast
 
-import pytest
-
 import hetero_framework
 from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.trainer.coordinator import Coordinator, train
 from hetero_framework.trainer.metrics import StepReport
-from tests.alone import Alone
 from tests.pools import Notes
 
 ROOT = str(Path(hetero_framework.__file__).parent)
@@ -31,9 +28,7 @@ def way_from(function: FunctionType, frame: FrameType) -> tuple[str, ...]:
         frame = frame.f_back
 
 
-def test_a_step_reaches_the_engine_through_four_modules(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_reaches_the_engine_through_four_modules(alone, monkeypatch):
     ways: set[tuple[str, ...]] = set()
     step, record, run = Coordinator.train_step, Coordinator._record, Pipeline.run
     moves: list[list[str]] = []

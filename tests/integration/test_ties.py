@@ -3,7 +3,6 @@ process, and are written once."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ FROM_HERE[0]["gradient_checkpointing"] = True
 
 
 @pytest.fixture(scope="module")
-def zamba2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def zamba2(tmp_path_factory):
     """Layers 1 and 4 have one transformer in common, layers 2 and 5 another one."""
     kinds = ["linear_attention", "hybrid", "hybrid"] * 2
     changes: dict[str, Any] = {"layers_block_type": kinds, "hybrid_layer_ids": [1, 2, 4, 5]}
@@ -37,9 +36,7 @@ def zamba2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["full", "from here", "lora"],
 )
-def test_blocks_in_common_over_processes_equal_one_process(
-    plan, adapter, zamba2, losses, tmp_path
-) -> None:
+def test_blocks_in_common_over_processes_equal_one_process(plan, adapter, zamba2, losses, tmp_path):
     sections = {"model": {"name_or_path": str(zamba2)}, "adapter": adapter}
     losses([], "whole", **sections)
     losses([], "cut", shard_plan=plan, **sections)

@@ -30,7 +30,7 @@ from hetero_framework.trainer.coordinator import train
 from tests.certificates import authority, keys_of
 from tests.fault_proxy import FaultProxy
 from tests.framed import framed
-from tests.pools import TRAINING, Notes, Pool, is_listening, read_metrics, started, with_end
+from tests.pools import TRAINING, Notes, is_listening, read_metrics, started, with_end
 from tests.samples import free_ports, plan_of
 from tests.waiting import WAIT_S
 
@@ -103,9 +103,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(
-    tmp_path_factory: pytest.TempPathFactory, llama: Path, texts: Path
-) -> Iterator[Cluster]:
+def cluster(tmp_path_factory, llama, texts):
     made = Cluster(tmp_path_factory.mktemp("tls"), llama, texts)
     try:
         made.wait()
@@ -115,19 +113,17 @@ def cluster(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Cluster) -> list[tuple]:
+def undisturbed(cluster):
     return cluster.train("undisturbed")[0]
 
 
-def test_run_over_tls_equals_the_plain_one_to_the_last_bit(
-    undisturbed: list[tuple], losses: Callable[..., list[tuple]]
-) -> None:
+def test_run_over_tls_equals_the_plain_one_to_the_last_bit(undisturbed, losses):
     assert undisturbed == losses([2, 4], training={"num_train_epochs": 2})
 
 
 def test_killed_worker_whose_link_left_tls_costs_steps_and_changes_nothing(
-    tmp_path: Path, llama: Path, texts: Path, undisturbed: list[tuple]
-) -> None:
+    tmp_path, llama, texts, undisturbed
+):
     cluster = Cluster(tmp_path, llama, texts)
 
     def kill(step: int) -> None:
@@ -149,9 +145,7 @@ def test_killed_worker_whose_link_left_tls_costs_steps_and_changes_nothing(
         assert "the link goes on without encryption" in log.read_text()
 
 
-def test_byte_that_is_changed_on_its_way_costs_a_step_and_changes_nothing(
-    cluster: Cluster, undisturbed: list[tuple]
-) -> None:
+def test_byte_that_is_changed_on_its_way_costs_a_step_and_changes_nothing(cluster, undisturbed):
     def flip(step: int) -> None:
         if step == 2:
             cluster.proxies[0].up.flip_in = 5000
@@ -162,9 +156,7 @@ def test_byte_that_is_changed_on_its_way_costs_a_step_and_changes_nothing(
     assert "DECRYPTION_FAILED_OR_BAD_RECORD_MAC" in cluster.logs[0].read_text()
 
 
-def test_tls_hides_every_byte_of_a_plain_run(
-    cluster: Cluster, pool: Pool, undisturbed: list[tuple]
-) -> None:
+def test_tls_hides_every_byte_of_a_plain_run(cluster, pool, undisturbed):
     """Both runs send the same tensors: no 16 bytes of the plain one, tokens, activations, gradients
     or weights, are among those of the other."""
     ports = [worker["port"] for worker in pool.machines["workers"][:2]]
@@ -300,8 +292,8 @@ def self_signed(folder: Path, keys: KeyDirectory) -> Path:
 
 
 def test_unauthenticated_connections_get_nothing_and_disturb_nothing(
-    cluster: Cluster, undisturbed: list[tuple], tmp_path: Path
-) -> None:
+    cluster, undisturbed, tmp_path
+):
     notes = Strangers(cluster, tmp_path)
     assert cluster.train("strangers", notes)[0] == undisturbed
     assert not any("lost" in line for line in notes.lines)
@@ -323,9 +315,7 @@ def test_unauthenticated_connections_get_nothing_and_disturb_nothing(
 
 
 @pytest.mark.long
-def test_500_idle_connections_do_not_keep_the_coordinator_out(
-    cluster: Cluster, undisturbed: list[tuple]
-) -> None:
+def test_500_idle_connections_do_not_keep_the_coordinator_out(cluster, undisturbed):
     """They come from the coordinator's own address, and none of them says a word."""
     address = ("127.0.0.1", cluster.ports[0])
     with ExitStack() as held:

@@ -36,7 +36,7 @@ sys.meta_path.insert(0, Hook())
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """A model, texts, and files of foreign formats."""
     place = tmp_path_factory.mktemp("place")
     save_llama(place / "model", layers=2)
@@ -91,7 +91,7 @@ def configuration(place: Path, training: dict[str, Any] | None = None, **section
     return file
 
 
-def test_a_plain_run_loads_modules_of_the_heart_alone(place: Path) -> None:
+def test_a_plain_run_loads_modules_of_the_heart_alone(place):
     file = configuration(place, {**PLAIN, "output_dir": "plain"})
     done = hetero(place, "train", "--config", file)
     assert done.returncode == 0, done.stderr
@@ -105,7 +105,7 @@ def test_a_plain_run_loads_modules_of_the_heart_alone(place: Path) -> None:
     print(roles)
 
 
-def test_a_run_without_any_extra_leaves_out_what_defaults_ask_for(place: Path) -> None:
+def test_a_run_without_any_extra_leaves_out_what_defaults_ask_for(place):
     file = configuration(place, {"report_to": "none", "output_dir": "bare_run"})
     checked = hetero(place, "check", "--config", file, package=without(place, ""))
     assert "The configuration is valid" in checked.stdout, checked.stderr
@@ -213,7 +213,7 @@ print(json.dumps(told))
 
 
 @pytest.mark.parametrize("extra", ["", *dict.fromkeys(extra for extra, *_ in WANTS)])
-def test_who_wants_an_absent_extra_is_told_in_one_sentence(place: Path, extra: str) -> None:
+def test_who_wants_an_absent_extra_is_told_in_one_sentence(place, extra):
     """And nobody else; the folder is deleted, without a name all are."""
     there = [
         want for want in WANTS if extra or "--gguf" not in want[1]
@@ -238,7 +238,7 @@ def test_who_wants_an_absent_extra_is_told_in_one_sentence(place: Path, extra: s
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("extra", ["", *EXTRAS])
-def test_check_and_the_hearts_tests_pass_without(extra: str, place: Path, tmp_path: Path) -> None:
+def test_check_and_the_hearts_tests_pass_without(extra, place, tmp_path):
     """All tests without any extra; without a single one all are collected, and those of the
     configuration and the registry run."""
     shutil.copytree(without(place, extra), tmp_path, dirs_exist_ok=True)

@@ -15,7 +15,7 @@ from hetero_framework.errors import HeteroError
 TINY = Llama(layers=2, hidden_size=64, tokens=16)
 
 
-def test_bookkeeping_that_is_slowed_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bookkeeping_that_is_slowed_shows(monkeypatch):
     crossing = bundle.crossing
 
     def slow(left: Any) -> Any:
@@ -30,7 +30,7 @@ def test_bookkeeping_that_is_slowed_shows(monkeypatch: pytest.MonkeyPatch) -> No
     assert found["share"] > 0.01
 
 
-def test_other_bytes_are_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_bytes_are_no_comparison(monkeypatch):
     monkeypatch.setattr(bundle, "to_wire", lambda tensor: to_wire(2 * tensor))
     with pytest.raises(HeteroError, match="not sent as the hidden state alone"):
         bundle.measure(TINY, rounds=1)

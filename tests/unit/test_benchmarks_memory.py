@@ -13,7 +13,7 @@ TINY = {
 }
 
 
-def test_the_cases_are_those_that_were_asked_for() -> None:
+def test_the_cases_are_those_that_were_asked_for():
     names = " ".join(case.name for case in CASES if case.padded)
     assert len(CASES) >= 12
     for word in ("full", "lora", "checkpointing", "long sequences", "large vocab", "two chunks"):
@@ -21,7 +21,7 @@ def test_the_cases_are_those_that_were_asked_for() -> None:
 
 
 @pytest.mark.long
-def test_estimates_of_a_llama_match_the_memory_of_its_stages() -> None:
+def test_estimates_of_a_llama_match_the_memory_of_its_stages():
     cuts = (("local", 0, 1), (1, 1, 2), ("local", 2, 3))
     row = run(Case("tiny", model=TINY, tokens=24, cuts=cuts))
     assert [stage["process"] for stage in row["processes"]] == ["local", 1]

@@ -13,7 +13,7 @@ _OLD = 100
 """Commits to the package."""
 
 
-def test_kept_results_are_not_old() -> None:
+def test_kept_results_are_not_old():
     ages = {
         p.stem: commits_since(json.loads(p.read_text())) for p in sorted(RESULTS.glob("*.json"))
     }
@@ -22,7 +22,7 @@ def test_kept_results_are_not_old() -> None:
         warnings.warn(f"kept results of benchmarks are old: {', '.join(old)}", stacklevel=1)
 
 
-def test_age_of_a_result_is_counted_from_its_commit() -> None:
+def test_age_of_a_result_is_counted_from_its_commit():
     environment = describe()
     if environment["commit"] is None:
         pytest.skip("no git here")

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.transport import build_parser, measure, summarise
 
 
-def test_figures_are_those_of_the_samples() -> None:
+def test_figures_are_those_of_the_samples():
     seconds = {"link": [0.004, 0.005, 0.009], "bare": [0.004, 0.004, 0.003], "gloo": [0.01] * 3}
     cpu = {name: {"sender": 0.001, "receiver": 0.002} for name in seconds}
     figures = summarise(seconds, cpu, 16_000_000)
@@ -24,7 +24,7 @@ def test_figures_are_those_of_the_samples() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("relay", [[], ["--relay"]], ids=["direct", "relayed"])
 @pytest.mark.parametrize("mb", ["0", pytest.param("0.5", marks=pytest.mark.long)])
-def test_receiver_slowed_on_purpose_is_slower(mb: str, relay: list[str]) -> None:
+def test_receiver_slowed_on_purpose_is_slower(mb, relay):
     arguments = ["--mb", mb, "--rounds", "3", "--engines", "link,bare", "--slow-ms", "30", *relay]
     seconds, cpu = measure(build_parser().parse_args(arguments))
     assert min(seconds["link"]) >= 0.03

@@ -53,13 +53,13 @@ def run_process(
 
 
 @pytest.fixture
-def config_file(tmp_path: Path) -> Path:
+def config_file(tmp_path):
     file = tmp_path / "c.json"
     file.write_text(json.dumps(SEED), encoding="utf-8")
     return file
 
 
-def test_the_list_of_commands_imports_none_of_them() -> None:
+def test_the_list_of_commands_imports_none_of_them():
     """Nor configuration and pydantic, which take as long to import as Python to start."""
     program = (
         "import sys, contextlib\n"
@@ -76,7 +76,7 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_help_and_schema_do_not_import_torch() -> None:
+def test_help_and_schema_do_not_import_torch():
     program = (
         "import sys, contextlib, io\n"
         "import hetero_framework, hetero_framework.config, hetero_framework.cli as cli\n"
@@ -93,7 +93,7 @@ def test_help_and_schema_do_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_supervised_worker_reads_its_life_line_after_the_imports(config_file: Path) -> None:
+def test_supervised_worker_reads_its_life_line_after_the_imports(config_file):
     """On Windows a library that looks at standard input while it is loaded would wait for ever."""
     program = (
         "import os, sys\n"
@@ -108,7 +108,7 @@ def test_supervised_worker_reads_its_life_line_after_the_imports(config_file: Pa
     assert done.returncode == 0, done.stderr
 
 
-def test_a_run_imports_peft_for_adapters_only_and_no_datasets() -> None:
+def test_a_run_imports_peft_for_adapters_only_and_no_datasets():
     """They bring bitsandbytes, torch's compiler and pandas: half of what torch itself takes."""
     program = (
         "import sys\n"
@@ -133,9 +133,7 @@ def test_a_run_imports_peft_for_adapters_only_and_no_datasets() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_each_command_has_examples(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_of_each_command_has_examples(command, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--help"])
     assert ended.value.code == 0
@@ -144,7 +142,7 @@ def test_help_of_each_command_has_examples(
     assert "--debug" in text
 
 
-def test_module_runs_as_a_program_on_a_bare_terminal() -> None:
+def test_module_runs_as_a_program_on_a_bare_terminal():
     done = run_process("-m", "hetero_framework", "--help", COLUMNS="1", NO_COLOR="1", TERM="dumb")
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
@@ -152,9 +150,7 @@ def test_module_runs_as_a_program_on_a_bare_terminal() -> None:
 
 
 @pytest.mark.parametrize("command", ["check", "train", "worker"])
-def test_user_error_is_one_message_and_exit_code_2(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_user_error_is_one_message_and_exit_code_2(command, tmp_path, capsys):
     assert cli.main([command, "--config", str(tmp_path / "absent.json")]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("hetero: error: configuration file ")
@@ -162,7 +158,7 @@ def test_user_error_is_one_message_and_exit_code_2(
     assert len(captured.err.splitlines()) == 2
 
 
-def test_unknown_option_prints_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_option_prints_the_usage_of_its_command(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["check", "--confg", "x.json"])
     assert ended.value.code == 2
@@ -171,26 +167,20 @@ def test_unknown_option_prints_the_usage_of_its_command(capsys: pytest.CaptureFi
     assert "hetero check: error: unrecognized arguments: --confg x.json" in text
 
 
-def test_option_in_front_of_its_command_is_told_where_it_goes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_option_in_front_of_its_command_is_told_where_it_goes(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["--debug", "check"])
     assert ended.value.code == 2
     assert "--debug goes after the command: hetero check --debug" in capsys.readouterr().err
 
 
-def test_host_name_with_an_empty_label_is_refused_before_anything_starts(
-    config_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_host_name_with_an_empty_label_is_refused_before_anything_starts(config_file, capsys):
     wrong = ["--set", "workers[0].ip=box..lan"]
     assert cli.main(["check", "--config", str(config_file), *wrong]) == 2
     assert 'workers[0].ip: "box..lan" is neither an IP address' in capsys.readouterr().err
 
 
-def test_a_run_into_its_base_model_is_refused_before_anything_starts(
-    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_into_its_base_model_is_refused_before_anything_starts(config_file, tmp_path, capsys):
     base = tmp_path / "base"
     base.mkdir()
     settings = [f"model.name_or_path={base}", "data.train=x.jsonl", f"training.output_dir={base}"]
@@ -200,7 +190,7 @@ def test_a_run_into_its_base_model_is_refused_before_anything_starts(
     assert not list(base.iterdir())
 
 
-def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_the_traceback(tmp_path, capsys):
     assert cli.main(["check", "--debug", "--config", str(tmp_path / "absent.json")]) == 2
     captured = capsys.readouterr()
     assert "Traceback" in captured.err
@@ -235,14 +225,7 @@ FakeOutOfMemoryError.__name__ = "OutOfMemoryError"
         (OSError(errno.EIO, "broken"), 1, "hetero: error: OSError: "),
     ],
 )
-def test_errors_become_exit_codes(
-    error: BaseException,
-    code: int,
-    start: str,
-    config_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_errors_become_exit_codes(error, code, start, config_file, monkeypatch, capsys):
     def fail(arguments: Any) -> int:
         raise error
 
@@ -253,9 +236,7 @@ def test_errors_become_exit_codes(
     assert "Traceback" not in captured
 
 
-def test_message_fits_on_one_screen(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_message_fits_on_one_screen(monkeypatch, capsys):
     def fail(arguments: Any) -> int:
         raise NetworkError("\n".join("line" for _ in range(500)))
 
@@ -264,7 +245,7 @@ def test_message_fits_on_one_screen(
     assert len(capsys.readouterr().err.splitlines()) == 40
 
 
-def test_closed_pipe_is_quiet() -> None:
+def test_closed_pipe_is_quiet():
     program = (
         "import subprocess, sys\n"
         "command = [sys.executable, '-m', 'hetero_framework', 'schema']\n"
@@ -276,9 +257,7 @@ def test_closed_pipe_is_quiet() -> None:
     assert run_process("-c", program).returncode == 0
 
 
-def test_schema_is_json_schema_that_accepts_the_shipped_configuration(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_schema_is_json_schema_that_accepts_the_shipped_configuration(capsys):
     assert cli.main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert schema["$schema"].endswith("2020-12/schema")
@@ -287,9 +266,7 @@ def test_schema_is_json_schema_that_accepts_the_shipped_configuration(
     assert set(schema["required"]) == {"coordinator", "shard_plan"}
 
 
-def test_init_without_questions_writes_a_valid_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_init_without_questions_writes_a_valid_file(tmp_path, capsys):
     output = tmp_path / "c.json"
     options = ["--non-interactive", "--layers", "8", "--worker", "[::1]:9999", "--adapter", "none"]
     assert cli.main(["init", *options, "--output", str(output)]) == 0
@@ -299,15 +276,13 @@ def test_init_without_questions_writes_a_valid_file(
     assert cli.main(["init", *options, "--output", str(output)]) == 2
 
 
-def test_wizard_script_is_the_init_command() -> None:
+def test_wizard_script_is_the_init_command():
     done = run_process("init_config.py", "--help", PYTHONPATH=str(ROOT))
     assert done.returncode == 0
     assert "hetero init" in done.stdout
 
 
-def test_interrupted_wizard_has_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_wizard_has_no_traceback(monkeypatch, tmp_path, capsys):
     def interrupt(prompt: str) -> str:
         raise KeyboardInterrupt
 
@@ -319,12 +294,7 @@ def test_interrupted_wizard_has_no_traceback(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_train_runs_the_coordinator_with_the_options(
-    config_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_train_runs_the_coordinator_with_the_options(config_file, monkeypatch, tmp_path, capsys):
     import hetero_framework.trainer.coordinator as coordinator
 
     calls: list[Any] = []
@@ -344,9 +314,7 @@ def test_train_runs_the_coordinator_with_the_options(
     assert config.training.seed == 7
 
 
-def test_ctrl_c_while_the_libraries_are_imported_waits_for_no_worker(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_while_the_libraries_are_imported_waits_for_no_worker(config_file, monkeypatch):
     """The workers import them too, and hear of the end only afterwards."""
     import hetero_framework.trainer.coordinator as coordinator
 
@@ -363,9 +331,7 @@ def test_ctrl_c_while_the_libraries_are_imported_waits_for_no_worker(
     assert graces == [0.0, None]
 
 
-def test_train_on_a_workers_machine_serves_that_worker(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_on_a_workers_machine_serves_that_worker(config_file, monkeypatch):
     from hetero_framework.cluster import local_workers
 
     calls: list[Any] = []
@@ -392,7 +358,7 @@ def test_train_on_a_workers_machine_serves_that_worker(
         ["check", "--show", "1.5"],
     ],
 )
-def test_wrong_option_values_are_refused(arguments: list[str]) -> None:
+def test_wrong_option_values_are_refused(arguments):
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     assert ended.value.code == 2
@@ -410,15 +376,13 @@ def test_wrong_option_values_are_refused(arguments: list[str]) -> None:
         ["--all", "--objective", "reward"],
     ],
 )
-def test_verify_takes_one_model_or_all(
-    options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_takes_one_model_or_all(options, capsys):
     assert cli.main(["verify", *options]) == 2
     assert re.search(r"give only one of|goes with", capsys.readouterr().err)
 
 
 @needs("observe")
-def test_diagram_prints_mermaid(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diagram_prints_mermaid(config_file, capsys):
     assert cli.main(["diagram", "--config", str(config_file), "--output", "-"]) == 0
     assert capsys.readouterr().out.startswith("flowchart")
     wrong = ["diagram", "--config", str(config_file), "--output", "-", "--format", "png"]
@@ -426,9 +390,7 @@ def test_diagram_prints_mermaid(config_file: Path, capsys: pytest.CaptureFixture
 
 
 @needs("planner")
-def test_measuring_is_for_the_coordinators_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_measuring_is_for_the_coordinators_machine(tmp_path, capsys):
     raw = {**SEED, "coordinator": {"ip": "192.0.2.7"}}
     raw["workers"] = [{"id": 1, "ip": "192.0.2.8", "port": 29511, "hostname": socket.gethostname()}]
     file = tmp_path / "c.json"
@@ -438,7 +400,7 @@ def test_measuring_is_for_the_coordinators_machine(
     assert "this machine is worker 1; hetero plan runs on the coordinator's" in shown
 
 
-def test_doctor_reports_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_devices(capsys):
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"][-1]["name"] == "cpu"
@@ -451,7 +413,7 @@ def test_doctor_reports_devices(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @needs("observe")
-def test_demo_scripts_start(tmp_path: Path) -> None:
+def test_demo_scripts_start(tmp_path):
     picture = tmp_path / "a.mmd"
     environment = {"PYTHONPATH": str(ROOT)}
     done = run_process("examples/demo_real.py", "--output", str(picture), **environment)
@@ -470,7 +432,7 @@ def test_demo_scripts_start(tmp_path: Path) -> None:
     assert done.returncode == 2
 
 
-def test_llama_demo_takes_another_model_and_cuts_it_over_the_same_machines(tmp_path: Path) -> None:
+def test_llama_demo_takes_another_model_and_cuts_it_over_the_same_machines(tmp_path):
     demo = module_of(ROOT / "examples" / "demo_llama8b4bit_distributed.py")
     settings = {"model_type": "llama", "num_hidden_layers": 5, "hidden_size": 8}
     settings.update(num_attention_heads=2, intermediate_size=8, vocab_size=16)
@@ -486,9 +448,7 @@ def test_llama_demo_takes_another_model_and_cuts_it_over_the_same_machines(tmp_p
     assert demo.settings(None, None) == []
 
 
-def test_text_of_a_file_does_not_steer_the_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_of_a_file_does_not_steer_the_terminal(monkeypatch, capsys):
     import hetero_framework.commands.machine_report as doctor
 
     monkeypatch.setattr(doctor, "examine", dict)
@@ -508,9 +468,7 @@ def test_text_of_a_file_does_not_steer_the_terminal(
 
 
 @needs("observe")
-def test_a_tilde_that_the_shell_leaves_is_expanded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config_file: Path
-) -> None:
+def test_a_tilde_that_the_shell_leaves_is_expanded(tmp_path, monkeypatch, config_file):
     """No shell replaces the ~ of --output=~/x."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
@@ -519,13 +477,13 @@ def test_a_tilde_that_the_shell_leaves_is_expanded(
 
 
 @needs("foreign_formats")
-def test_what_no_extra_here_has_is_told_in_one_sentence() -> None:
+def test_what_no_extra_here_has_is_told_in_one_sentence():
     with pytest.raises(ConfigError, match="--gguf needs an extra that this installation lacks"):
         registry.needed("conversions", "nothing", "--gguf")
     assert registry.needed("conversions", "gguf", "--gguf").__name__ == "convert_to_gguf"
 
 
-def test_doctor_asks_the_extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_asks_the_extras(tmp_path, monkeypatch):
     mine = lambda view: [ConfigError("a", hint="b")]  # noqa: E731
     monkeypatch.setitem(registry._registered, ("findings", "mine"), (mine, {}))
     config = Config.from_dict(

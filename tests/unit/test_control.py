@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from hetero_framework import control
@@ -14,7 +12,7 @@ from hetero_framework.errors import CallbackError, DeviceError, UserError
 
 
 @pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def registry(monkeypatch):
     """Nothing of a test stays registered."""
     monkeypatch.setattr(control, "_handlers", {})
     monkeypatch.setattr(control, "_watchers", [])
@@ -30,7 +28,7 @@ def ask(name: str, data: object, number: int = 7) -> Message:
     return over_the_wire(reply)
 
 
-def test_a_request_gets_the_return_value_of_its_handler() -> None:
+def test_a_request_gets_the_return_value_of_its_handler():
     control.on("double")(lambda data: {"twice": data * 2, "raw": b"\x00"})
     reply = ask("double", 21, number=3)
     assert reply.body.answers == 3
@@ -38,7 +36,7 @@ def test_a_request_gets_the_return_value_of_its_handler() -> None:
     assert control.result(reply) == {"twice": 42, "raw": b"\x00"}
 
 
-def test_decorator_returns_the_function_and_a_second_one_replaces_it() -> None:
+def test_decorator_returns_the_function_and_a_second_one_replaces_it():
     @control.on("who")
     def first(data: object) -> str:
         return "first"
@@ -48,7 +46,7 @@ def test_decorator_returns_the_function_and_a_second_one_replaces_it() -> None:
     assert control.result(ask("who", None)) == "second"
 
 
-def test_a_message_to_the_coordinator_reaches_its_handler_once_the_step_is_done() -> None:
+def test_a_message_to_the_coordinator_reaches_its_handler_once_the_step_is_done():
     saved: list[object] = []
     message = UserMessage(MessageType.CONTROL, {"command": "checkpoint"}, {"step": 100})
     unknown = UserMessage(MessageType.CONTROL, {"command": "unknown"})
@@ -66,7 +64,7 @@ def test_a_message_to_the_coordinator_reaches_its_handler_once_the_step_is_done(
     assert control.answer(control.request(1, "checkpoint", None)).body.error
 
 
-def test_a_worker_sends_its_messages_to_the_coordinator() -> None:
+def test_a_worker_sends_its_messages_to_the_coordinator():
     sent: list[Message] = []
     with control.sending_by(sent.append):
         control.send(UserMessage(MessageType.CONTROL, {"command": "checkpoint"}))
@@ -79,9 +77,7 @@ def test_a_worker_sends_its_messages_to_the_coordinator() -> None:
     assert len(taken) == 1
 
 
-def test_a_worker_neither_asks_the_frameworks_questions_nor_floods_the_coordinator(
-    logged: list[str],
-) -> None:
+def test_a_worker_neither_asks_the_frameworks_questions_nor_floods_the_coordinator(logged):
     asked: list[object] = []
     with control.coordinating({"hetero.measure": asked.append, "count": asked.append}):
         for name in ("hetero.measure", *["count"] * 40):
@@ -92,7 +88,7 @@ def test_a_worker_neither_asks_the_frameworks_questions_nor_floods_the_coordinat
     assert len(logged) == 1 + 40 - control._MOST_NOTICES
 
 
-def test_bytes_travel_beside_question_and_answer() -> None:
+def test_bytes_travel_beside_question_and_answer():
     def raw(data: bytes) -> WireTensor:
         return WireTensor("uint8", (len(data),), memoryview(data))
 
@@ -105,7 +101,7 @@ def test_bytes_travel_beside_question_and_answer() -> None:
     assert [bytes(tensor.data) for tensor in reply.tensors] == [b"\x00\xff"]
 
 
-def test_answers_to_the_framework_are_escaped() -> None:
+def test_answers_to_the_framework_are_escaped():
     said = {"versions\n": ["2.13\nhetero: error: fake", 1, None, {"a": "\x1b[2J\u2028"}]}
     shown = {"versions\\n": ["2.13\\nhetero: error: fake", 1, None, {"a": "\\x1b[2J\\u2028"}]}
     for name, expected in (("hetero.test", shown), ("of_the_user", said)):
@@ -113,7 +109,7 @@ def test_answers_to_the_framework_are_escaped() -> None:
         assert control.result(ask(name, None)) == expected
 
 
-def test_an_unknown_name_raises_where_it_was_asked_for() -> None:
+def test_an_unknown_name_raises_where_it_was_asked_for():
     with pytest.raises(UserError, match="nobody: no handler for 'nobody' is registered"):
         control.result(ask("nobody", None))
 
@@ -122,7 +118,7 @@ def test_an_unknown_name_raises_where_it_was_asked_for() -> None:
     ("raised", "text"),
     [(KeyError("card"), "KeyError"), (DeviceError("no sensor"), "no sensor"), (OSError(5), "OS")],
 )
-def test_a_failing_handler_raises_where_it_was_asked_for(raised: Exception, text: str) -> None:
+def test_a_failing_handler_raises_where_it_was_asked_for(raised, text):
     @control.on("temperature")
     def fails(data: object) -> None:
         raise raised
@@ -131,13 +127,13 @@ def test_a_failing_handler_raises_where_it_was_asked_for(raised: Exception, text
         control.result(ask("temperature", None))
 
 
-def test_an_answer_that_cannot_travel_raises_where_it_was_asked_for() -> None:
+def test_an_answer_that_cannot_travel_raises_where_it_was_asked_for():
     control.on("objects")(lambda data: object())
     with pytest.raises(UserError, match="object cannot travel"):
         control.result(ask("objects", None))
 
 
-def test_notice_reaches_the_handler_and_gets_no_answer() -> None:
+def test_notice_reaches_the_handler_and_gets_no_answer():
     seen: list[object] = []
     control.on("note")(seen.append)
     assert control.answer(Message(Control("note", "hello"))) is None
@@ -145,7 +141,7 @@ def test_notice_reaches_the_handler_and_gets_no_answer() -> None:
     assert control.answer(Message(Control("other", None))) is None
 
 
-def test_watchers_see_every_step_in_the_order_of_registration() -> None:
+def test_watchers_see_every_step_in_the_order_of_registration():
     seen: list[tuple[str, int]] = []
     control.after_step(lambda step, cluster: seen.append(("a", step)))
     control.after_step(lambda step, cluster: seen.append(("b", step)))
@@ -154,7 +150,7 @@ def test_watchers_see_every_step_in_the_order_of_registration() -> None:
     assert seen == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
 
 
-def test_file_is_imported_once_and_remembered_for_worker_processes(tmp_path) -> None:
+def test_file_is_imported_once_and_remembered_for_worker_processes(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from hetero_framework import control\n"
@@ -180,9 +176,7 @@ def test_file_is_imported_once_and_remembered_for_worker_processes(tmp_path) -> 
         ("mine.py", "import sys\nsys.exit(0)\n", "mine.py, line 2: SystemExit: 0"),
     ],
 )
-def test_file_that_cannot_be_run_is_the_users_mistake(
-    tmp_path: Path, name: str, code: str | None, said: str
-) -> None:
+def test_file_that_cannot_be_run_is_the_users_mistake(tmp_path, name, code, said):
     if code is not None:
         (tmp_path / name).write_text(code)
     with pytest.raises(UserError, match=rf"^--import.*{said}") as error:
@@ -191,9 +185,7 @@ def test_file_that_cannot_be_run_is_the_users_mistake(
 
 
 @pytest.mark.parametrize("value", ["[A]", "(A,)", "A", "A()"])
-def test_callbacks_may_be_a_list_or_a_single_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
+def test_callbacks_may_be_a_list_or_a_single_one(tmp_path, monkeypatch, value):
     monkeypatch.setattr(control, "_callbacks", [])
     (tmp_path / "mine.py").write_text(f"class A: pass\ncallbacks = {value}\n")
     control.import_file(tmp_path / "mine.py")
@@ -201,7 +193,7 @@ def test_callbacks_may_be_a_list_or_a_single_one(
     assert "A" in (getattr(found, "__name__", ""), type(found).__name__)
 
 
-def test_after_step_function_that_fails_is_named_with_its_line(tmp_path: Path) -> None:
+def test_after_step_function_that_fails_is_named_with_its_line(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from hetero_framework import control\n"
         "@control.after_step\n"

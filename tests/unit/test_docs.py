@@ -68,7 +68,7 @@ COMMANDS = commands()
 HETERO = [(page, words[1:]) for page, words in COMMANDS if words[0] == "hetero"]
 
 
-def test_pages_have_commands() -> None:
+def test_pages_have_commands():
     readme = [words for page, words in COMMANDS if page.name == "README.md"]
     assert ["make", "demo"] in readme
     assert ["make", "test"] in readme
@@ -76,12 +76,12 @@ def test_pages_have_commands() -> None:
 
 
 @pytest.mark.parametrize("words", [w for _, w in HETERO], ids=" ".join)
-def test_hetero_command_parses(words: list[str]) -> None:
+def test_hetero_command_parses(words):
     assert build_parser().parse_args(words).command == words[0]
 
 
 @pytest.mark.parametrize("command", build_parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr]
-def test_help_shows_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_examples_that_parse(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     assert ended.value.code == 0
@@ -93,9 +93,7 @@ def test_help_shows_examples_that_parse(command: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("words", [w for _, w in HETERO if w[0] in RUN], ids=" ".join)
-def test_cheap_command_runs(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cheap_command_runs(words, tmp_path, monkeypatch):
     settings = json.loads((ROOT / "hetero_config.json").read_text(encoding="utf-8"))
     small = {"model_type": "llama", "num_hidden_layers": 6, "hidden_size": 32, "vocab_size": 320}
     settings["model"] = {"from_config": small, "tokenizer": "tokenizer"}
@@ -121,9 +119,7 @@ QWEN = {
 }
 
 
-def test_init_of_the_three_machines_passes_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_init_of_the_three_machines_passes_check(tmp_path, monkeypatch):
     (words,) = [w for page, w in HETERO if page.name == "README.md" and w[0] == "init" and w[1:]]
     model = tmp_path / words[words.index("--model") + 1]
     model.mkdir(parents=True)
@@ -134,7 +130,7 @@ def test_init_of_the_three_machines_passes_check(
     assert [spec.owner for spec in config.plan.stages] == ["local", 1, 2]
 
 
-def test_recipe_of_the_readme_is_a_configuration_of_the_same_machines() -> None:
+def test_recipe_of_the_readme_is_a_configuration_of_the_same_machines():
     (recipe,) = [text for language, text in blocks(ROOT / "README.md") if language == "json"]
     config = Config.from_dict(json.loads(recipe))
     (words,) = [w for page, w in HETERO if page.name == "README.md" and w[0] == "init" and w[1:]]
@@ -142,7 +138,7 @@ def test_recipe_of_the_readme_is_a_configuration_of_the_same_machines() -> None:
     assert named == [word for word in words if word.startswith("192.")]
 
 
-def test_readme_has_the_pictures_that_its_program_makes() -> None:
+def test_readme_has_the_pictures_that_its_program_makes():
     pictures = set(re.findall(r"docs/images/([\w-]+\.svg)", (ROOT / "README.md").read_text()))
     assert pictures == {file.name for file in (ROOT / "docs" / "images").iterdir()}
     programs = (ROOT / "docs" / f"{name}.py" for name in ("pictures", "record"))
@@ -150,7 +146,7 @@ def test_readme_has_the_pictures_that_its_program_makes() -> None:
     assert [name for name in pictures if name.partition(".")[0] not in made] == []
 
 
-def test_the_recording_plays_without_scripts_and_is_small() -> None:
+def test_the_recording_plays_without_scripts_and_is_small():
     recording = (ROOT / "docs" / "images" / "demo.svg").read_text(encoding="utf-8")
     assert len(recording.encode()) <= program("record").MOST_BYTES
     root = ElementTree.fromstring(recording)
@@ -159,7 +155,7 @@ def test_the_recording_plays_without_scripts_and_is_small() -> None:
     assert "the same, byte for byte" in "".join(root.itertext())
 
 
-def test_a_recording_shows_each_line_while_it_was_there() -> None:
+def test_a_recording_shows_each_line_while_it_was_there():
     record = program("record")
     frames = [(0.0, record.lines("one")), (9.0, record.lines("\x1b[1mtwo & 3\x1b[0m\nlast"))]
     paced = record.paced(frames)
@@ -179,13 +175,13 @@ def test_a_recording_shows_each_line_while_it_was_there() -> None:
 @pytest.mark.parametrize(
     "words", [w for _, w in COMMANDS if w[0] == "make"], ids=lambda words: " ".join(words)
 )
-def test_make_target_exists(words: list[str]) -> None:
+def test_make_target_exists(words):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in [word for word in words[1:] if "=" not in word and not word.startswith("-")]:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
 
 
-def test_files_that_commands_name_exist() -> None:
+def test_files_that_commands_name_exist():
     for _, words in COMMANDS:
         for word in words:
             if word.endswith(".py") and "/" in word:
@@ -204,12 +200,12 @@ PYTHON = [
 
 
 @pytest.mark.parametrize(("page", "code"), PYTHON, ids=[page.name for page, _ in PYTHON])
-def test_python_block_runs(page: Path, code: str) -> None:
+def test_python_block_runs(page, code):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_resolve(page: Path) -> None:
+def test_links_resolve(page):
     prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         if "://" not in target:
@@ -225,7 +221,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_decisions_are_short() -> None:
+def test_decisions_are_short():
     page = (ROOT / "docs" / "maintainers" / "decisions.md").read_text(encoding="utf-8")
     assert len(page.splitlines()) <= 700
     for entry in re.split(r"^### ", page, flags=re.MULTILINE)[1:]:
@@ -233,21 +229,21 @@ def test_decisions_are_short() -> None:
         assert len(text.partition("\n## ")[0].strip().splitlines()) <= 12, title
 
 
-def test_extending_shows_the_example_that_is_tested() -> None:
+def test_extending_shows_the_example_that_is_tested():
     example = (ROOT / "examples" / "watch_machines.py").read_text(encoding="utf-8")
     page = ROOT / "docs" / "maintainers" / "extending.md"
     shown = [text for language, text in blocks(page) if language == "python"]
     assert example.partition('"""\n\n')[2].rstrip("\n") in shown
 
 
-def test_readme_counts_the_architectures_that_the_table_counts() -> None:
+def test_readme_counts_the_architectures_that_the_table_counts():
     table = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
     counted = re.search(r"(\d+) of (\d+) pass", table)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"{counted[1]} of the {counted[2]} in transformers" in readme
 
 
-def test_the_page_of_objectives_counts_the_classifiers_that_the_table_counts() -> None:
+def test_the_page_of_objectives_counts_the_classifiers_that_the_table_counts():
     table = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
     counted = re.findall(r"(\d+) of (\d+) architectures are bit-equal with", table)
     page = (ROOT / "docs" / "objectives.md").read_text(encoding="utf-8")
@@ -257,7 +253,7 @@ def test_the_page_of_objectives_counts_the_classifiers_that_the_table_counts() -
     assert f"{pictures[1]} of the {pictures[2]} model types" in page
 
 
-def test_the_performance_page_shows_figures_of_check() -> None:
+def test_the_performance_page_shows_figures_of_check():
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (\d+)% \| (\d+)% \| (\d+)% \|$", page, re.MULTILINE)
     assert len(rows) == 4
@@ -272,25 +268,25 @@ def test_the_performance_page_shows_figures_of_check() -> None:
             assert f"{forecast(config)['bubble']:.0%}" == f"{idle}%"
 
 
-def test_configuration_page_is_current() -> None:
+def test_configuration_page_is_current():
     assert program("generate").page() == (ROOT / "docs" / "configuration.md").read_text(
         encoding="utf-8"
     )
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=name)
-def test_shipped_configuration_loads(file: Path) -> None:
+def test_shipped_configuration_loads(file):
     load_config(file).require("model", "data")
 
 
-def test_shipped_json_parses() -> None:
+def test_shipped_json_parses():
     files = [ROOT / file for file in tracked() if file.endswith(".json")]
     assert len(files) > 3
     for file in files:
         json.loads(file.read_text(encoding="utf-8"))
 
 
-def test_no_file_names_a_place_of_one_machine() -> None:
+def test_no_file_names_a_place_of_one_machine():
     home = re.compile(r"(?<![\w.])/(root|work|home/\w+|Users/\w+|tmp/\w+)/")
     found = []
     for file in tracked():
@@ -320,13 +316,13 @@ def program(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["tree", "protocol_tables"])
-def test_generated_parts_of_a_page_are_up_to_date(name: str) -> None:
+def test_generated_parts_of_a_page_are_up_to_date(name):
     made = program(name)
     page = made.PAGE.read_text(encoding="utf-8")
     assert page == made.render(page), f"run: python docs/{name}.py"
 
 
-def test_architecture_page_knows_every_room() -> None:
+def test_architecture_page_knows_every_room():
     tree = program("tree")
     folders = {file.parent.name for file in (ROOT / "hetero_framework").glob("*/*.py")}
     assert folders == set(tree.ROOMS)

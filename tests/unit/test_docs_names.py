@@ -271,7 +271,7 @@ train.jsonl rows.jsonl video_preprocessor_config.json
 """
 
 
-def test_every_file_that_is_written_is_in_the_table() -> None:
+def test_every_file_that_is_written_is_in_the_table():
     page = (ROOT / "docs" / "maintainers" / "state_on_disk.md").read_text(encoding="utf-8")
     listed = {shape for part in re.findall(r"[\w.*-]+", page) for shape in _shapes(part)}
     endings = {f".{name.rpartition('.')[2]}" for name in listed}
@@ -303,7 +303,7 @@ def _message(span: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_names_in_a_page_exist(page: Path) -> None:
+def test_names_in_a_page_exist(page):
     assert [span for span in spans(page) if not is_known(span, page)] == []
 
 
@@ -320,16 +320,16 @@ LONGER = (
 
 
 @pytest.mark.parametrize("span", [*INVENTED.split(), *LONGER])
-def test_a_name_that_does_not_exist_is_noticed(span: str) -> None:
+def test_a_name_that_does_not_exist_is_noticed(span):
     assert not is_known(span, ROOT / "README.md")
 
 
-def test_every_word_of_others_is_used() -> None:
+def test_every_word_of_others_is_used():
     text = " ".join(" ".join(page.read_text(encoding="utf-8").split()) for page in PAGES)
     assert sorted(word for word in _OTHERS if word not in text) == []
 
 
-def test_pages_that_the_code_names_exist() -> None:
+def test_pages_that_the_code_names_exist():
     files = [file for file in CODE if file != Path(__file__)]
     texts = {file: file.read_text(encoding="utf-8") for file in [*files, ROOT / "Makefile"]}
     pages = {

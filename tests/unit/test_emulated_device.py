@@ -7,10 +7,8 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,7 +38,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="session")
-def library(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library(pytestconfig, tmp_path_factory):
     cache = getattr(pytestconfig, "cache", None)  # none with -p no:cacheprovider
     name = "emulated_device"
     return build(tmp_path_factory.mktemp(name) if cache is None else cache.mkdir(name))
@@ -68,7 +66,7 @@ def run(library: Path, *arguments: str, **settings: str) -> str:
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_every_planted_mistake_of_stream_order_is_found(kind: str, library: Path) -> None:
+def test_every_planted_mistake_of_stream_order_is_found(kind, library):
     program = ("-m", "tests.emulated_device.mutations", f"{kind}:0")
     printed = run(library, *program, HETERO_EMULATED=kind)
     wrong: dict[str, list[int]] = defaultdict(list)
@@ -82,21 +80,19 @@ def test_every_planted_mistake_of_stream_order_is_found(kind: str, library: Path
 @pytest.mark.parametrize(
     "kind", ["cuda", *(pytest.param(k, marks=pytest.mark.emulated) for k in ("npu", "invented"))]
 )
-def test_the_device_suite_passes(kind: str, library: Path) -> None:
+def test_the_device_suite_passes(kind, library):
     suite = ("-m", "pytest", "-p", "no:cacheprovider", "tests/unit/core/test_devices.py")
     run(library, *suite, HETERO_EMULATED=kind)
 
 
-def test_a_model_trains_as_on_the_cpu_to_the_bit(library: Path) -> None:
+def test_a_model_trains_as_on_the_cpu_to_the_bit(library):
     program = ("-m", "tests.emulated_device.training")
     assert run(library, *program, "cuda:1") == run(library, *program, "cpu")
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize(("kind", "checks"), [("cuda", CHECKS), ("npu", OF_ANOTHER)])
-def test_every_check_of_a_card_passes_or_says_why_not(
-    kind: str, checks: tuple[str, ...], library: Path
-) -> None:
+def test_every_check_of_a_card_passes_or_says_why_not(kind, checks, library):
     program = ("-m", "benchmarks.gpu", "--device", f"{kind}:1", "--tiny", "--minutes", "12")
     only = ("--only", ",".join(checks))
     _, *lines = run(library, *program, *only, HETERO_EMULATED=kind).splitlines()
@@ -108,7 +104,7 @@ def test_every_check_of_a_card_passes_or_says_why_not(
 
 
 @pytest.mark.emulated
-def test_runs_of_several_processes_give_the_bits_of_the_same_cut_on_the_cpu(library: Path) -> None:
+def test_runs_of_several_processes_give_the_bits_of_the_same_cut_on_the_cpu(library):
     printed = run(library, "-m", "tests.emulated_device.parity")
     lines = [json.loads(line) for line in printed.splitlines()]
     assert [(line["case"], line["plan"]) for line in lines] == pairs()
@@ -119,7 +115,7 @@ TIMES = {"HETERO_EMULATED_COPY_RATE": "200e6", "HETERO_EMULATED_KERNEL_US": "200
 """20 MB are copied in 0.1 s, and 30 matrix products are computed in 0.06 s."""
 
 
-def test_copies_and_matrix_products_take_the_times_that_are_set(library: Path) -> None:
+def test_copies_and_matrix_products_take_the_times_that_are_set(library):
     program = ("-m", "tests.emulated_device.times", "cuda:1")
     took = json.loads(run(library, *program, HETERO_EMULATED_DELAY_US="0", **TIMES))
     assert took.pop("written_later")
@@ -144,7 +140,7 @@ def test_copies_and_matrix_products_take_the_times_that_are_set(library: Path) -
     assert wrong == {}
 
 
-def test_without_set_times_nothing_is_slower(library: Path) -> None:
+def test_without_set_times_nothing_is_slower(library):
     program = ("-m", "tests.emulated_device.times", "cuda:1")
     took = json.loads(run(library, *program, HETERO_EMULATED_DELAY_US="0"))
     assert took["copy"] < 0.1
@@ -167,7 +163,7 @@ torch.empty(1 << 20, dtype=torch.uint8).pin_memory()
 """
 
 
-def test_pinned_memory_ends_at_its_limit(library: Path) -> None:
+def test_pinned_memory_ends_at_its_limit(library):
     said = run(library, "-c", PINNED, HETERO_EMULATED_PINNED_MIB="7")
     assert said.startswith("CUDA error: out of memory\n")
     assert run(library, "-c", PINNED) == ""
@@ -183,9 +179,7 @@ def test_pinned_memory_ends_at_its_limit(library: Path) -> None:
         ("4e6", 8, lambda seen: 1.08 * seen["bound_s"]),
     ],
 )
-def test_layers_that_visit_cost_what_computing_does_not_hide(
-    rate: str, offload: int, most_s: Callable[[dict[str, Any]], float], library: Path
-) -> None:
+def test_layers_that_visit_cost_what_computing_does_not_hide(rate, offload, most_s, library):
     """By the device's own clock, which the machine's load does not slow down."""
     times = {"HETERO_EMULATED_COPY_RATE": rate, "HETERO_EMULATED_KERNEL_US": "2000"}
     program = ("-m", "tests.emulated_device.streaming", "cuda:1", str(offload), "3")
@@ -198,7 +192,7 @@ def test_layers_that_visit_cost_what_computing_does_not_hide(
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("rate", ["200e6", "40e6"])
-def test_states_and_stored_inputs_visit_beside_computing(rate: str, library: Path) -> None:
+def test_states_and_stored_inputs_visit_beside_computing(rate, library):
     """The copies of the inputs take 1 and 5 ms, the products of a layer 9 ms."""
     times = {"HETERO_EMULATED_COPY_RATE": rate, "HETERO_EMULATED_KERNEL_US": "3000"}
     program = ("-m", "tests.emulated_device.visits", "cuda:1")
@@ -222,7 +216,7 @@ INTEGRATION = (
 """Tests of several processes that compare runs on the device with one another."""
 
 
-def test_the_tests_of_several_processes_are_there() -> None:
+def test_the_tests_of_several_processes_are_there():
     for name in INTEGRATION:
         file, _, test = name.partition("::")
         assert f"def {test}" in (ROOT / "tests" / file).read_text(encoding="utf-8"), name
@@ -230,15 +224,13 @@ def test_the_tests_of_several_processes_are_there() -> None:
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", INTEGRATION)
-def test_what_is_lost_resumed_measured_or_summed_is_right(name: str, library: Path) -> None:
+def test_what_is_lost_resumed_measured_or_summed_is_right(name, library):
     suite = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "not faults")
     run(library, *suite, f"tests/{name}", HETERO_TEST_DEVICE="cuda:1")
 
 
 @pytest.mark.emulated
-def test_a_full_device_ends_the_run_with_advice_at_every_place(
-    library: Path, tmp_path: Path
-) -> None:
+def test_a_full_device_ends_the_run_with_advice_at_every_place(library, tmp_path):
     """Only the results can still be gathered then."""
     place = str(tmp_path / "place")
     program = ("-m", "tests.emulated_device.full")
@@ -267,7 +259,7 @@ WAITS: dict[str, str] = {}
 
 
 @pytest.mark.emulated
-def test_no_micro_batch_makes_the_host_wait_for_the_device(library: Path, tmp_path: Path) -> None:
+def test_no_micro_batch_makes_the_host_wait_for_the_device(library, tmp_path):
     """Each would leave the device idle until the host has queued the next operations."""
     trace = tmp_path / "syncs"
     run(library, "-m", "tests.emulated_device.syncs", HETERO_EMULATED_SYNCS=str(trace))
@@ -280,7 +272,7 @@ def test_no_micro_batch_makes_the_host_wait_for_the_device(library: Path, tmp_pa
 
 
 @pytest.mark.emulated
-def test_no_transfer_beside_computing_is_wrong(library: Path) -> None:
+def test_no_transfer_beside_computing_is_wrong(library):
     program = (
         "from benchmarks.gpu_checks import mixed_up;"
         "from hetero_framework.core.devices import open_device;"

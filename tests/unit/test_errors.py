@@ -37,15 +37,15 @@ from hetero_framework.errors import (
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory",
     ],
 )
-def test_memory_that_ran_out_is_recognised(text: str) -> None:
+def test_memory_that_ran_out_is_recognised(text):
     assert isinstance(as_hetero_error(RuntimeError(text)), ResourceError)
 
 
-def test_another_error_of_a_device_is_a_bug() -> None:
+def test_another_error_of_a_device_is_a_bug():
     assert as_hetero_error(RuntimeError("CUDA error: device-side assert triggered")) is None
 
 
-def test_reasons_are_told_in_words(tmp_path: Path) -> None:
+def test_reasons_are_told_in_words(tmp_path):
     (tmp_path / "latin").write_bytes(b"\xe9")
     found = []
     for path in (tmp_path / "absent", tmp_path, tmp_path / "latin"):
@@ -61,7 +61,7 @@ def test_reasons_are_told_in_words(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "ENAMETOOLONG"])
 @pytest.mark.parametrize("of_rust", [False, True])
-def test_a_file_that_the_system_refuses_is_named(code: str, of_rust: bool, tmp_path: Path) -> None:
+def test_a_file_that_the_system_refuses_is_named(code, of_rust, tmp_path):
     number = getattr(errno, code)
     raised = Exception(f"x (os error {number})") if of_rust else OSError(number, "x")
     with pytest.raises(OSError) as caught, NamingOf(tmp_path / "tokenizer.json"):
@@ -74,7 +74,7 @@ def test_a_file_that_the_system_refuses_is_named(code: str, of_rust: bool, tmp_p
 FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
 
 
-def test_a_full_disk_is_told_in_words_whoever_tells_it() -> None:
+def test_a_full_disk_is_told_in_words_whoever_tells_it():
     assert in_words(Exception(FULL)) == "No space left on device"
     assert isinstance(as_hetero_error(Exception(FULL)), ResourceError)
     assert of_disk(OSError(errno.ENOSPC, "x"), ConfigError) is ResourceError
@@ -96,13 +96,11 @@ def test_a_full_disk_is_told_in_words_whoever_tells_it() -> None:
         (RuntimeError("Connection refused (os error 111)"), None),
     ],
 )
-def test_what_is_no_file_of_the_system_stays_a_bug(error: Exception, code: int | None) -> None:
+def test_what_is_no_file_of_the_system_stays_a_bug(error, code):
     assert getattr(as_hetero_error(error), "exit_code", None) == code
 
 
-def test_a_file_that_the_users_own_code_misses_is_the_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_the_users_own_code_misses_is_the_users(tmp_path, monkeypatch):
     monkeypatch.setattr(control, "_imported", [Path(__file__)])
     with pytest.raises(OSError) as caught:
         (tmp_path / "weights.txt").read_text()
@@ -111,9 +109,7 @@ def test_a_file_that_the_users_own_code_misses_is_the_users(
     assert "test_errors.py, line" in told.message
 
 
-def test_json_on_a_full_disk_ends_with_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_on_a_full_disk_ends_with_the_path(tmp_path, monkeypatch):
     def full(file: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -71,7 +71,7 @@ def first_loss(folder: Path) -> float:
     return float(json.loads(line)["loss"])
 
 
-def test_an_objective(tmp_path: Path) -> None:
+def test_an_objective(tmp_path):
     copy = extended(tmp_path, "An objective with a setting of its own")
     config = configuration(copy, objective="scaled", loss_scale=0.5)
     hetero(copy, "train", "--config", config)
@@ -80,7 +80,7 @@ def test_an_objective(tmp_path: Path) -> None:
     assert scaled == first_loss(copy) / 2
 
 
-def test_a_rule(tmp_path: Path) -> None:
+def test_a_rule(tmp_path):
     copy = extended(tmp_path, "A rule that skips steps")
     hetero(copy, "train", "--config", configuration(copy, min_grad_norm=1e6))
     line = json.loads((copy / "run" / "metrics.jsonl").read_text())
@@ -88,27 +88,27 @@ def test_a_rule(tmp_path: Path) -> None:
     assert line["reason"].endswith("is below 1e+06")
 
 
-def test_a_reporter(tmp_path: Path) -> None:
+def test_a_reporter(tmp_path):
     copy = extended(tmp_path, "A reporter")
     hetero(copy, "train", "--config", configuration(copy, report_to=["losses"]))
     assert (copy / "run" / "losses.txt").read_text() == f"1 {first_loss(copy)}\n"
     assert '"losses"' in hetero(copy, "schema")
 
 
-def test_a_command(tmp_path: Path) -> None:
+def test_a_command(tmp_path):
     copy = extended(tmp_path, "A command")
     assert "print the layers of each stage" in hetero(copy, "--help")
     assert hetero(copy, "layers", "--config", configuration(copy)) == "coordinator layer 0\n"
 
 
-def test_a_kind_of_file(tmp_path: Path) -> None:
+def test_a_kind_of_file(tmp_path):
     copy = extended(tmp_path, "A kind of data file")
     (copy / "texts.bars").write_text('text|other\n"a line | and more"|1\nsecond|2\n')
     found = hetero(copy, "check", "--config", configuration(copy), "--set", "data.train=texts.bars")
     assert "2 examples" in found
 
 
-def test_a_loss_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_of_pairs(tmp_path, monkeypatch):
     pair_losses = pytest.importorskip("hetero_framework.extras.preferences.pair_losses")
     monkeypatch.setattr(control, "_imported", [])
     known = {name: dict(losses) for name, losses in pair_losses.PAIR_LOSSES.items()}
@@ -122,7 +122,7 @@ def test_a_loss_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.tolist() == [0.25, 4.0]
 
 
-def test_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "acme", SimpleNamespace(device_count=lambda: 2), raising=False)
     (program,) = re.findall(r"```py\n(.*?)```", SECTIONS["A device of your own"], re.DOTALL)
     (tmp_path / "hetero_acme.py").write_text(program)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -22,7 +21,7 @@ QUIET_S = 0.2
 
 
 @pytest.fixture
-def proxy() -> Iterator[FaultProxy]:
+def proxy():
     """One to a listener, which is `proxy.target`."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(PATIENCE_S)
@@ -32,7 +31,7 @@ def proxy() -> Iterator[FaultProxy]:
 
 
 @pytest.fixture
-def pair(proxy: FaultProxy) -> Iterator[Callable[[], tuple[socket.socket, socket.socket]]]:
+def pair(proxy):
     """Makes a connection through the proxy: the connecting end and the accepting one."""
     with ExitStack() as stack:
 
@@ -67,7 +66,7 @@ def is_quiet(sock: socket.socket) -> bool:
     return False
 
 
-def test_without_faults_everything_passes_in_both_directions(proxy, pair) -> None:
+def test_without_faults_everything_passes_in_both_directions(proxy, pair):
     near, far = pair()
     near.sendall(BYTES)
     far.sendall(BYTES[::-1])
@@ -84,7 +83,7 @@ def test_without_faults_everything_passes_in_both_directions(proxy, pair) -> Non
     assert (proxy.up.seen, proxy.down.seen) == (len(BYTES), len(BYTES) + 10)
 
 
-def test_pieces_are_delayed_and_small(proxy, pair) -> None:
+def test_pieces_are_delayed_and_small(proxy, pair):
     proxy.up.delay_s, proxy.up.slice_bytes = 0.01, 8
     near, far = pair()
     began = time.monotonic()
@@ -93,7 +92,7 @@ def test_pieces_are_delayed_and_small(proxy, pair) -> None:
     assert time.monotonic() - began >= 10 * 0.01
 
 
-def test_a_rate_bounds_the_bytes_per_second(proxy, pair) -> None:
+def test_a_rate_bounds_the_bytes_per_second(proxy, pair):
     proxy.up.rate = 20_000
     near, far = pair()
     began = time.monotonic()
@@ -104,7 +103,7 @@ def test_a_rate_bounds_the_bytes_per_second(proxy, pair) -> None:
 
 @pytest.mark.parametrize("kind", ["cut_after", "reset_after"])
 @pytest.mark.parametrize("after", [0, 1, 1000])
-def test_a_connection_ends_after_the_given_bytes(kind, after, proxy, pair) -> None:
+def test_a_connection_ends_after_the_given_bytes(kind, after, proxy, pair):
     setattr(proxy.up, kind, after)
     near, far = pair()
     near.sendall(BYTES)
@@ -115,7 +114,7 @@ def test_a_connection_ends_after_the_given_bytes(kind, after, proxy, pair) -> No
     assert received(near, 1) == b""
 
 
-def test_a_reset_is_no_orderly_end(proxy, pair) -> None:
+def test_a_reset_is_no_orderly_end(proxy, pair):
     near, far = pair()
     near.sendall(b"x")
     assert received(far, 1) == b"x"
@@ -125,7 +124,7 @@ def test_a_reset_is_no_orderly_end(proxy, pair) -> None:
         far.recv(1)
 
 
-def test_one_bit_is_flipped(proxy, pair) -> None:
+def test_one_bit_is_flipped(proxy, pair):
     proxy.up.flip_at = 100
     near, far = pair()
     near.sendall(BYTES[:60])
@@ -137,7 +136,7 @@ def test_one_bit_is_flipped(proxy, pair) -> None:
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
-def test_a_black_hole_of_one_direction_holds_bytes_until_it_ends(way, proxy, pair) -> None:
+def test_a_black_hole_of_one_direction_holds_bytes_until_it_ends(way, proxy, pair):
     near, far = pair()
     source, sink = (near, far) if way == "up" else (far, near)
     source.sendall(b"a")
@@ -151,7 +150,7 @@ def test_a_black_hole_of_one_direction_holds_bytes_until_it_ends(way, proxy, pai
     assert received(sink, 1) == b"b"
 
 
-def test_a_black_hole_hides_the_end_of_a_connection(proxy, pair) -> None:
+def test_a_black_hole_hides_the_end_of_a_connection(proxy, pair):
     near, far = pair()
     proxy.up.blackhole = proxy.down.blackhole = True
     near.close()
@@ -159,7 +158,7 @@ def test_a_black_hole_hides_the_end_of_a_connection(proxy, pair) -> None:
 
 
 @pytest.mark.parametrize("where", ["before", "middle", "after"])
-def test_a_frame_is_cut_at_the_given_place(where, proxy, pair) -> None:
+def test_a_frame_is_cut_at_the_given_place(where, proxy, pair):
     first, second = framed(Message(m.Heartbeat())), framed(Message(m.Bye("enough")))
     proxy.cuts.append(FrameCut("up", m.Bye, where))
     near, far = pair()
@@ -169,7 +168,7 @@ def test_a_frame_is_cut_at_the_given_place(where, proxy, pair) -> None:
     assert not proxy.cuts
 
 
-def test_all_connections_can_be_reset_at_once(proxy, pair) -> None:
+def test_all_connections_can_be_reset_at_once(proxy, pair):
     pairs = [pair(), pair()]
     for near, far in pairs:
         near.sendall(b"x")

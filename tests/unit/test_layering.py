@@ -74,7 +74,7 @@ def parsed(file: Path) -> ast.Module:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forgotten() -> Iterator[None]:
+def _forgotten():
     """Millions of nodes, at which every collection of later tests would look."""
     yield
     parsed.cache_clear()
@@ -97,11 +97,11 @@ def wrong_imports(file: Path, tree: ast.AST) -> list[str]:
     return sorted(str(other) for other in used if LAYERS[str(other)] >= LAYERS[own])
 
 
-def test_every_part_has_a_layer() -> None:
+def test_every_part_has_a_layer():
     assert {part_of(file) for file in MODULES} - {"__init__"} == set(LAYERS)
 
 
-def test_core_and_config_do_not_know_each_other() -> None:
+def test_core_and_config_do_not_know_each_other():
     for room, other in (("core", "config"), ("config", "core")):
         for file in (PACKAGE / room).rglob("*.py"):
             assert other not in {part(module) for module in imports(parsed(file))}, file
@@ -116,7 +116,7 @@ def circle(arrows: dict[str, set[str]]) -> set[str]:
     return set()
 
 
-def test_no_modules_import_each_other() -> None:
+def test_no_modules_import_each_other():
     """Imports within functions and those of types alone count as well."""
     trees = {
         f.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): parsed(f) for f in MODULES
@@ -126,7 +126,7 @@ def test_no_modules_import_each_other() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {"b", "c"}
 
 
-def test_no_class_name_is_defined_twice() -> None:
+def test_no_class_name_is_defined_twice():
     nodes = [node for file in MODULES for node in ast.walk(parsed(file))]
     names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     assert [name for name, count in names.items() if count > 1] == []
@@ -140,7 +140,7 @@ def modules_used(folder: Path) -> set[str]:
     return {module for module in used if not module.startswith(start)}
 
 
-def test_schedules_are_times_alone() -> None:
+def test_schedules_are_times_alone():
     """Neither models nor processes: the planner simulates with them."""
     used = modules_used(PACKAGE / "engine" / "schedule")
     assert {part(module) for module in used} <= {"config", "core", "units"}
@@ -150,21 +150,21 @@ def test_schedules_are_times_alone() -> None:
 STILL: set[str] = set()
 
 
-def test_imports_point_one_way() -> None:
+def test_imports_point_one_way():
     files = {f.relative_to(PACKAGE).as_posix(): f for f in MODULES if part_of(f) != "__init__"}
     found = {name: wrong_imports(file, parsed(file)) for name, file in files.items()}
     wrong = {name: parts for name, parts in found.items() if parts}
     assert wrong == {name: ["extras"] for name in STILL}
 
 
-def test_the_version_comes_from_its_own_module() -> None:
+def test_the_version_comes_from_its_own_module():
     for file in MODULES:
         nodes = (n for n in ast.walk(parsed(file)) if isinstance(n, ast.Attribute))
         used = {ast.unparse(node) for node in nodes if node.attr == "__version__"}
         assert "hetero_framework.__version__" not in used | set(imports(parsed(file))), file
 
 
-def test_the_hearts_tests_need_no_extra() -> None:
+def test_the_hearts_tests_need_no_extra():
     """They pass where its folder is taken away; within functions an import may be tried."""
     for file in [*(ROOT / "tests").glob("*.py"), *(ROOT / "tests" / "unit").rglob("*.py")]:
         nodes = (n for n in parsed(file).body if isinstance(n, (ast.Import, ast.ImportFrom)))
@@ -172,7 +172,7 @@ def test_the_hearts_tests_need_no_extra() -> None:
             assert not module.startswith(("hetero_framework.extras.", "tests.extras.")), file
 
 
-def test_an_upward_import_is_noticed() -> None:
+def test_an_upward_import_is_noticed():
     up = ast.parse("def f():\n    from hetero_framework.engine import stage")
     assert wrong_imports(PACKAGE / "models" / "shard.py", up) == ["engine"]
     sideways = ast.parse("from hetero_framework import security")
@@ -183,7 +183,7 @@ def test_an_upward_import_is_noticed() -> None:
     ("one", "other"),
     [("trainer.coordinator", "cluster.worker"), ("cluster.worker", "trainer.coordinator")],
 )
-def test_two_sides_do_not_import_each_other(one: str, other: str) -> None:
+def test_two_sides_do_not_import_each_other(one, other):
     """Not even through third modules."""
     seen: set[str] = set()
     waiting = [f"hetero_framework.{one}"]
@@ -197,7 +197,7 @@ def test_two_sides_do_not_import_each_other(one: str, other: str) -> None:
     assert len(seen) > 5
 
 
-def test_sockets_are_in_few_modules() -> None:
+def test_sockets_are_in_few_modules():
     users = {
         str(file.relative_to(PACKAGE).as_posix())
         for file in MODULES
@@ -225,7 +225,7 @@ def forbidden(tree: ast.AST) -> list[str]:
     return found
 
 
-def test_nothing_runs_code_out_of_data() -> None:
+def test_nothing_runs_code_out_of_data():
     for file in PROGRAMS:
         assert forbidden(ast.parse(file.read_text(encoding="utf-8"))) == [], file
 
@@ -243,11 +243,11 @@ def test_nothing_runs_code_out_of_data() -> None:
         "numpy.load(x, allow_pickle=True)",
     ],
 )
-def test_code_out_of_data_is_noticed(code: str) -> None:
+def test_code_out_of_data_is_noticed(code):
     assert len(forbidden(ast.parse(code))) >= 1
 
 
-def test_light_modules_do_not_import_torch() -> None:
+def test_light_modules_do_not_import_torch():
     """Help, configuration and protocol answer at once and run where torch is broken."""
     light = "hetero_framework, hetero_framework.config, hetero_framework.cli"
     light += ", hetero_framework.core.frames, hetero_framework.core.session"
@@ -288,6 +288,6 @@ def broad(tree: ast.AST) -> int:
 
 
 @needs("reporting")
-def test_all_exceptions_are_caught_only_in_outermost_loops() -> None:
+def test_all_exceptions_are_caught_only_in_outermost_loops():
     found = {str(f.relative_to(PACKAGE).as_posix()): broad(parsed(f)) for f in MODULES}
     assert {file: count for file, count in found.items() if count} == BROAD

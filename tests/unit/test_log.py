@@ -7,7 +7,6 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,12 @@ LOGGER = logging.getLogger("hetero_framework.test")
         ("größer 模型 🙂", "größer 模型 🙂"),
     ],
 )
-def test_one_line_escapes_control_characters(text: str, shown: str) -> None:
+def test_one_line_escapes_control_characters(text, shown):
     assert log.one_line(text) == shown
 
 
 @pytest.mark.parametrize("char", ["A", "ü", "🙂", "\x1b", "\u202e"])
-def test_one_line_of_long_text_is_cut(char: str) -> None:
+def test_one_line_of_long_text_is_cut(char):
     line = log.one_line(char * 60_000)
     assert log.MAX_LINE_BYTES - 8 < len(line.encode()) <= log.MAX_LINE_BYTES
     assert line.endswith(" ...")
@@ -41,13 +40,11 @@ def test_one_line_of_long_text_is_cut(char: str) -> None:
     assert log.one_line(whole) == whole
 
 
-def test_printable_keeps_lines_and_tabs() -> None:
+def test_printable_keeps_lines_and_tabs():
     assert log.printable("ü\t\n\r\x00") == "ü\t\n\\r\\x00"
 
 
-def test_peer_with_many_lines_is_limited_and_others_are_not(
-    logged: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peer_with_many_lines_is_limited_and_others_are_not(logged, monkeypatch):
     now = 100.0
     monkeypatch.setattr("hetero_framework.log.time.monotonic", lambda: now)
     for number in range(25):
@@ -60,7 +57,7 @@ def test_peer_with_many_lines_is_limited_and_others_are_not(
     assert logged[-2:] == ["host a: ... 15 more suppressed", "later"]
 
 
-def test_suppressed_lines_are_counted_at_the_end() -> None:
+def test_suppressed_lines_are_counted_at_the_end():
     lines: list[str] = []
     with log.log_to("INFO", log.Lines(lambda level, text: lines.append(text))):
         for _ in range(12):
@@ -77,9 +74,7 @@ def test_suppressed_lines_are_counted_at_the_end() -> None:
         ("ERROR", ["error: d"]),
     ],
 )
-def test_levels_hide_lower_lines_but_no_event(
-    tmp_path: Path, level: str, shown: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_levels_hide_lower_lines_but_no_event(tmp_path, level, shown, capsys):
     path = tmp_path / log.EVENTS_FILE
     with log.log_to(level, log.Lines(log.to_stderr), log.Events(path, "coordinator")):
         LOGGER.debug("a")
@@ -91,7 +86,7 @@ def test_levels_hide_lower_lines_but_no_event(
     assert [line["what"] for line in read(path)] == ["began"]
 
 
-def test_inner_handlers_replace_outer_ones_until_the_block_ends(logged: list[str]) -> None:
+def test_inner_handlers_replace_outer_ones_until_the_block_ends(logged):
     inner: list[str] = []
     with log.log_to("DEBUG", log.Lines(lambda level, text: inner.append(text))):
         LOGGER.debug("in")
@@ -115,7 +110,7 @@ def closed_stream(level: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("write", [broken_pipe, full_disk, closed_stream])
-def test_line_that_cannot_be_written_is_dropped(write: Callable[[str, str], None]) -> None:
+def test_line_that_cannot_be_written_is_dropped(write):
     lines: list[str] = []
 
     def sometimes(level: str, text: str) -> None:
@@ -129,7 +124,7 @@ def test_line_that_cannot_be_written_is_dropped(write: Callable[[str, str], None
     assert lines == ["kept"]
 
 
-def test_traceback_is_escaped_line_by_line(logged: list[str]) -> None:
+def test_traceback_is_escaped_line_by_line(logged):
     try:
         raise ValueError("a\x1b[2J\nb")
     except ValueError:
@@ -138,7 +133,7 @@ def test_traceback_is_escaped_line_by_line(logged: list[str]) -> None:
     assert logged[-2:] == [r"ValueError: a\x1b[2J", "b"]
 
 
-def test_event_holds_step_process_and_plain_fields(tmp_path: Path, logged: list[str]) -> None:
+def test_event_holds_step_process_and_plain_fields(tmp_path, logged):
     path = tmp_path / "logs" / log.EVENTS_FILE
     log.set_step(7)
     try:
@@ -166,7 +161,7 @@ def test_event_holds_step_process_and_plain_fields(tmp_path: Path, logged: list[
     assert "text" not in second
 
 
-def test_events_wait_until_the_file_is_open(tmp_path: Path) -> None:
+def test_events_wait_until_the_file_is_open(tmp_path):
     path = tmp_path / log.EVENTS_FILE
     events = log.Events(path, "coordinator")
     with log.log_to("INFO", events):
@@ -177,7 +172,7 @@ def test_events_wait_until_the_file_is_open(tmp_path: Path) -> None:
         assert [line["what"] for line in read(path)] == ["one", "two"]
 
 
-def test_event_after_a_torn_line_begins_a_new_one(tmp_path: Path) -> None:
+def test_event_after_a_torn_line_begins_a_new_one(tmp_path):
     path = tmp_path / log.EVENTS_FILE
     path.write_text('{"what": "compl', encoding="utf-8")
     with log.log_to("INFO", log.Events(path, "coordinator")):
@@ -185,7 +180,7 @@ def test_event_after_a_torn_line_begins_a_new_one(tmp_path: Path) -> None:
     assert json.loads(path.read_text(encoding="utf-8").splitlines()[1])["what"] == "next"
 
 
-def test_lines_that_cannot_be_written_are_told_once(tmp_path: Path) -> None:
+def test_lines_that_cannot_be_written_are_told_once(tmp_path):
     path, text = tmp_path / log.EVENTS_FILE, tmp_path / "run.log"
     path.mkdir()
     events, said = log.Events(path, "coordinator"), list[str]()
@@ -205,7 +200,7 @@ def test_lines_that_cannot_be_written_are_told_once(tmp_path: Path) -> None:
     assert written.count(refused) == written.count(again) == 1
 
 
-def test_two_processes_append_whole_lines(tmp_path: Path) -> None:
+def test_two_processes_append_whole_lines(tmp_path):
     path = tmp_path / log.EVENTS_FILE
     program = (
         "import sys\n"
@@ -220,7 +215,7 @@ def test_two_processes_append_whole_lines(tmp_path: Path) -> None:
     assert sorted(lines) == ["a" * 900] * 300 + ["b" * 900] * 300
 
 
-def test_a_handler_of_the_application_gets_the_lines_of_a_run() -> None:
+def test_a_handler_of_the_application_gets_the_lines_of_a_run():
     heard: list[str] = []
     own = log.Lines(lambda level, text: heard.append(text))
     package = logging.getLogger("hetero_framework")

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+def wheel(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")  # a build writes beside its sources
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -34,7 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
         yield wheel
 
 
-def test_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> None:
+def test_wheel_holds_every_file_of_the_package(wheel):
     files = {
         file.relative_to(ROOT).as_posix()
         for file in (ROOT / "hetero_framework").rglob("*")
@@ -46,7 +45,7 @@ def test_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> None:
     assert [name for name in others if not name.endswith(".dist-info")] == []  # no tests
 
 
-def test_the_wheel_has_its_metadata(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_has_its_metadata(wheel):
     name = next(name for name in wheel.namelist() if name.endswith("/METADATA"))
     said = email.message_from_bytes(wheel.read(name))
     assert said["Version"] == __version__

@@ -20,7 +20,7 @@ ENTRIES = [(kind, name) for kind in KINDS for name in registry.entries(kind)]
 
 
 @pytest.mark.parametrize(("kind", "name"), ENTRIES)
-def test_every_entry_is_there(kind: str, name: str) -> None:
+def test_every_entry_is_there(kind, name):
     """Or the extra that is away and that it uses is named."""
     needed = registry.facts(kind, name).get("needs")
     if needed and not has(needed):
@@ -35,7 +35,7 @@ def test_every_entry_is_there(kind: str, name: str) -> None:
         assert not registry.is_installed(away)
 
 
-def test_names_alone_import_no_extra() -> None:
+def test_names_alone_import_no_extra():
     program = (
         "import sys; from hetero_framework import registry\n"
         "names = [(kind, registry.names(kind)) for kind in registry._tables()]\n"
@@ -45,7 +45,7 @@ def test_names_alone_import_no_extra() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_a_registered_name_comes_with_its_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_name_comes_with_its_facts(monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
     assert not registry.has("objectives", "own")
     registry.register("objectives", "own", ROOT, data="text")
@@ -55,7 +55,7 @@ def test_a_registered_name_comes_with_its_facts(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs("talking")
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(monkeypatch):
     def absent(module: str) -> None:
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
@@ -64,9 +64,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.command("chat")
 
 
-def test_a_name_that_two_extras_add_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_two_extras_add_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_ROOT", tmp_path)
     extra = tmp_path / "extras" / "other"
     extra.mkdir(parents=True)

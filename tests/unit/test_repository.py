@@ -42,16 +42,14 @@ def check(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fields", HARMLESS)
-def test_harmless_settings_pass(fields: dict[str, Any], tmp_path: Path) -> None:
+def test_harmless_settings_pass(fields, tmp_path):
     (tmp_path / CONFIG).write_text(json.dumps(fields))
     check(tmp_path)
 
 
 @pytest.mark.parametrize("file", [CONFIG, "processor_config.json"])
 @pytest.mark.parametrize(("fields", "place"), CODE, ids=[place for _, place in CODE])
-def test_settings_that_load_code_are_refused_with_file_and_place(
-    fields: dict[str, Any], place: str, file: str, tmp_path: Path
-) -> None:
+def test_settings_that_load_code_are_refused_with_file_and_place(fields, place, file, tmp_path):
     (tmp_path / file).write_text(json.dumps(fields))
     with pytest.raises(ModelError) as caught:
         check(tmp_path)
@@ -60,26 +58,26 @@ def test_settings_that_load_code_are_refused_with_file_and_place(
     assert caught.value.hint == "take another"
 
 
-def test_deep_nesting_does_not_hide_a_code_key(tmp_path: Path) -> None:
+def test_deep_nesting_does_not_hide_a_code_key(tmp_path):
     (tmp_path / CONFIG).write_text('{"a":' * 400 + '{"auto_map": "x"}' + "}" * 400)
     with pytest.raises(ModelError, match="auto_map"):
         check(tmp_path)
 
 
-def test_a_git_lfs_pointer_is_recognised(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_recognised(tmp_path):
     (tmp_path / CONFIG).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     with pytest.raises(ModelError, match=r"config\.json is a Git LFS pointer(.|\n)*git lfs pull"):
         check(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 99999, "\xff", "null"])
-def test_invalid_settings_files_are_named(text: str, tmp_path: Path) -> None:
+def test_invalid_settings_files_are_named(text, tmp_path):
     (tmp_path / CONFIG).write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelError, match=r"config\.json"):
         check(tmp_path)
 
 
-def test_settings_of_many_megabytes_are_not_read(tmp_path: Path) -> None:
+def test_settings_of_many_megabytes_are_not_read(tmp_path):
     with (tmp_path / CONFIG).open("wb") as file:
         file.truncate(MAX_SETTINGS_BYTES + 2**20)
     with pytest.raises(ModelError, match="has 17 MiB"):
@@ -94,9 +92,7 @@ def test_settings_of_many_megabytes_are_not_read(tmp_path: Path) -> None:
         ("a.safetensors", b"\x08\0\0\0\0\0\0\0{}      ", None),
     ],
 )
-def test_pickled_files_are_known_by_their_first_bytes(
-    name: str, content: bytes, said: str | None, tmp_path: Path
-) -> None:
+def test_pickled_files_are_known_by_their_first_bytes(name, content, said, tmp_path):
     (tmp_path / name).write_bytes(content)
     why = pickled(tmp_path / name)
     assert why is None if said is None else re.search(said, str(why))

@@ -19,7 +19,7 @@ def at_width(monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:
     return table(HEAD, ROWS, left=(0, 1, 2, 3))
 
 
-def test_into_a_pipe_each_row_is_one_line() -> None:
+def test_into_a_pipe_each_row_is_one_line():
     lines = table(HEAD, ROWS, left=(0, 1, 2, 3))
     assert len(lines) == 3
     assert {len(line) for line in lines} == {len(lines[0])}
@@ -27,9 +27,7 @@ def test_into_a_pipe_each_row_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100])
-def test_on_a_terminal_a_table_is_folded_without_loss(
-    monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
+def test_on_a_terminal_a_table_is_folded_without_loss(monkeypatch, columns):
     lines = at_width(monkeypatch, columns)
     assert max(map(len, lines)) <= columns
     shown = "".join("".join(lines).split())
@@ -41,7 +39,5 @@ def test_on_a_terminal_a_table_is_folded_without_loss(
         assert any(whole in line for line in lines)
 
 
-def test_a_table_that_cannot_shrink_is_wider_than_the_terminal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_table_that_cannot_shrink_is_wider_than_the_terminal(monkeypatch):
     assert any("3.20 GiB" in line for line in at_width(monkeypatch, 20))

@@ -31,21 +31,21 @@ def templates() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def code() -> set[str]:
+def code():
     return templates()
 
 
-def test_the_page_has_messages() -> None:
+def test_the_page_has_messages():
     assert len(QUOTED) > 20
     assert len(set(QUOTED)) == len(QUOTED)
 
 
 @pytest.mark.parametrize("message", QUOTED)
-def test_quoted_message_is_in_the_code(message: str, code: set[str]) -> None:
+def test_quoted_message_is_in_the_code(message, code):
     assert any(message in text for text in code)
 
 
-def test_every_message_has_a_cause_and_a_fix() -> None:
+def test_every_message_has_a_cause_and_a_fix():
     for section in re.split(r"^###? ", PAGE, flags=re.MULTILINE)[1:]:
         if section.startswith("`"):
             assert "Cause:" in section, section

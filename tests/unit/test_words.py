@@ -53,14 +53,14 @@ def words(name: str) -> set[str]:
     return set(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_"))
 
 
-def test_old_words_are_not_used_as_names() -> None:
+def test_old_words_are_not_used_as_names():
     for file in PACKAGE.rglob("*.py"):
         used = {file.stem, *names(ast.parse(file.read_text(encoding="utf-8")))} - ALLOWED
         found = {f"{name}: say {INSTEAD[w]}" for name in used for w in words(name) & INSTEAD.keys()}
         assert not found, file
 
 
-def test_an_old_word_is_noticed() -> None:
+def test_an_old_word_is_noticed():
     assert "hop" in words("_HopSeconds")
     assert "notify" in words("set_notify")
 
@@ -73,12 +73,12 @@ def sentences(page: Path) -> list[str]:
     return [" ".join(part.split()).lstrip("-* ") for part in parts]
 
 
-def test_a_sentence_of_a_page_names_its_subject() -> None:
+def test_a_sentence_of_a_page_names_its_subject():
     for page in PAGES:
         assert [s for s in sentences(page) if QUESTION.match(s) or READ_TWICE.search(s)] == [], page
 
 
-def test_a_module_docstring_begins_with_its_subject() -> None:
+def test_a_module_docstring_begins_with_its_subject():
     for file in PACKAGE.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
         assert [line for line in text.splitlines() if READ_TWICE.search(line)] == [], file
@@ -86,7 +86,7 @@ def test_a_module_docstring_begins_with_its_subject() -> None:
         assert not re.match(r"(Who|Whom|Whose|What|Where|Whether|Which|How)\b", first), file
 
 
-def test_a_sentence_that_is_read_twice_is_noticed() -> None:
+def test_a_sentence_that_is_read_twice_is_noticed():
     assert READ_TWICE.search("So long a link may be silent")
     assert QUESTION.match("Whoever connects is asked")
     assert not QUESTION.match("What does it do?")

@@ -33,7 +33,7 @@ FORMS = {"input": ((3,), "float32"), "target": ((), "int64")}
 
 
 @pytest.fixture
-def having(monkeypatch: pytest.MonkeyPatch) -> Any:
+def having(monkeypatch):
     """Have an imported file with these names."""
     modules: list[Any] = []
     monkeypatch.setattr(control, "_modules", modules)
@@ -72,16 +72,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_cross_is_said_before_the_run(case: str, having: Any) -> None:
+def test_what_cannot_cross_is_said_before_the_run(case, having):
     value, message = WRONG[case]
     having(mine=chain_of(Returning(value)))
     with pytest.raises(ArchitectureError, match=message):
         bundles(ChainConfig("mine", FORMS, case))
 
 
-def test_a_child_that_does_not_fit_is_said_without_torchs_traceback(
-    having: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_child_that_does_not_fit_is_said_without_torchs_traceback(having, caplog, capfd):
     having(mine=lambda: nn.Sequential(nn.Linear(5, 4)))
     with pytest.raises(ArchitectureError, match=r"child 0 .Linear.* 3 of float32, what an example"):
         bundles(ChainConfig("mine", FORMS, "unfit"))
@@ -89,9 +87,7 @@ def test_a_child_that_does_not_fit_is_said_without_torchs_traceback(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_target_that_the_loss_refuses_is_shown_with_the_users_line(
-    having: Any, tmp_path: Path
-) -> None:
+def test_a_target_that_the_loss_refuses_is_shown_with_the_users_line(having, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from torch.nn.functional import cross_entropy\n"
         "def loss(output, target):\n"
@@ -115,21 +111,21 @@ def test_a_target_that_the_loss_refuses_is_shown_with_the_users_line(
         (lambda: 1 / 0, "fails: ZeroDivisionError"),
     ],
 )
-def test_a_chain_that_is_none_is_refused(found: Any, message: str, having: Any) -> None:
+def test_a_chain_that_is_none_is_refused(found, message, having):
     if found is not None:
         having(mine=found)
     with pytest.raises(ModelError, match=message):
         made("mine")
 
 
-def test_another_shape_than_that_of_the_first_example_is_refused(having: Any) -> None:
+def test_another_shape_than_that_of_the_first_example_is_refused(having):
     having(mine=chain_of(Returning(lambda x: x if len(x) == 3 else torch.cat([x, x], 1))))
     shard = built(ChainConfig("mine", FORMS, "grows"), ShardRange(0, 2, True, True))
     with pytest.raises(ArchitectureError, match="returns tensors of other shapes"):
         shard.forward({"input": torch.zeros(2, 3)}, ())
 
 
-def test_the_second_stage_knows_what_may_arrive(having: Any) -> None:
+def test_the_second_stage_knows_what_may_arrive(having):
     having(mine=chain_of(Returning(lambda x: {"a": x, "n": x.argmax(1)}), nn.Identity()))
     shard = built(ChainConfig("mine", FORMS, "arrival"), ShardRange(2, 3, False, True), "meta")
     a, n = ((2, 4), torch.float32, False), ((2,), torch.int64, False)
@@ -140,7 +136,7 @@ def test_the_second_stage_knows_what_may_arrive(having: Any) -> None:
     assert "n is 3 of int64" in str(shard.arrival_problem([a, ((3,), torch.int64, False)], None))
 
 
-def test_a_weight_of_two_stages_is_refused(having: Any) -> None:
+def test_a_weight_of_two_stages_is_refused(having):
     layer = nn.Linear(3, 3)
     having(mine=nn.Sequential(layer, nn.ReLU(), layer))
     config = ChainConfig("mine", FORMS, "shared")
@@ -150,7 +146,7 @@ def test_a_weight_of_two_stages_is_refused(having: Any) -> None:
     assert compare(config, ranges_between([0, 3])).verdict == "bit-equal"
 
 
-def test_children_of_one_kind_take_the_same_input(having: Any) -> None:
+def test_children_of_one_kind_take_the_same_input(having):
     convolution = nn.Conv2d(3, 3, 3, padding=1)
     having(mine=lambda: nn.Sequential(convolution, nn.AvgPool2d(2), nn.Conv2d(3, 3, 3, padding=1)))
     config = ChainConfig("mine", {"input": ((3, 8, 8), "float32")}, "kinds")
@@ -159,7 +155,7 @@ def test_children_of_one_kind_take_the_same_input(having: Any) -> None:
     assert introspect(config).num_layers == 3
 
 
-def test_chains_differ_by_their_modules(having: Any) -> None:
+def test_chains_differ_by_their_modules(having):
     having(mine=chain_of())
     first = modules_of("mine")
     assert modules_of("mine") == first
@@ -167,7 +163,7 @@ def test_chains_differ_by_their_modules(having: Any) -> None:
     assert modules_of("mine") != first
 
 
-def test_a_chain_that_no_function_makes_stays_as_it_is_given(having: Any) -> None:
+def test_a_chain_that_no_function_makes_stays_as_it_is_given(having):
     """Comparing, sizing and building work on copies: no hook, gradient or mean is left in it."""
     chain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
     before = {name: tensor.clone() for name, tensor in chain.state_dict().items()}
@@ -203,7 +199,7 @@ class Leaving(nn.Module):
         return x
 
 
-def test_a_way_around_the_boundaries_is_found(having: Any) -> None:
+def test_a_way_around_the_boundaries_is_found(having):
     def peeking() -> nn.Sequential:
         leaving = Leaving()
         return nn.Sequential(nn.Linear(3, 3), leaving, Peeking(leaving))
@@ -217,7 +213,7 @@ def test_a_way_around_the_boundaries_is_found(having: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet", "vit"])
-def test_the_examples_are_cut_to_the_bit(name: str, having: Any) -> None:
+def test_the_examples_are_cut_to_the_bit(name, having):
     control.import_file(EXAMPLES / f"{name}.py")
     forms = {"input": ((3, 16, 16), "float32"), "target": ((), "int64")}
     config = ChainConfig(name, forms, modules_of(name))
@@ -233,7 +229,7 @@ class Named(nn.Sequential):
         super().__init__(OrderedDict(children, ln=nn.LayerNorm(4), norms=nn.RMSNorm(4), sub=inner))
 
 
-def test_names_of_a_chains_children_tell_what_decays(having: Any) -> None:
+def test_names_of_a_chains_children_tell_what_decays(having):
     having(mine=Named)
     model = ChainModel(ChainConfig("mine", FORMS, "named"))
     optimizer = build_optimizer(TrainingConfig(weight_decay=0.1), model, [*model.parameters()])

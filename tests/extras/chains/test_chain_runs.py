@@ -34,7 +34,7 @@ CUTS = {"two": [3], "three": [2, 4], "interleaved": [1, 2, 4]}
 
 
 @pytest.fixture(autouse=True)
-def imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def imported(monkeypatch):
     monkeypatch.setattr(control, "_imported", [])
     monkeypatch.setattr(control, "_modules", [])
 
@@ -59,7 +59,7 @@ def configuration(
     )
 
 
-def test_one_process_trains_as_a_loop_of_torch(tmp_path: Path) -> None:
+def test_one_process_trains_as_a_loop_of_torch(tmp_path):
     settings = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     summary = train(configuration("resnet", tmp_path / "run", [], **settings))
     own = control._modules[-1]
@@ -91,7 +91,7 @@ def test_one_process_trains_as_a_loop_of_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", seldom(["resnet", "vit"], "vit"))
 @pytest.mark.parametrize("cut", seldom(CUTS, "two", "three"))
-def test_a_chain_does_not_depend_on_the_cut(name: str, cut: str, tmp_path: Path) -> None:
+def test_a_chain_does_not_depend_on_the_cut(name, cut, tmp_path):
     whole = train(configuration(name, tmp_path / "whole", []))
     assert len(set(whole.losses)) == 5
     settings = {"gradient_checkpointing": cut != "two"}
@@ -104,7 +104,7 @@ def test_a_chain_does_not_depend_on_the_cut(name: str, cut: str, tmp_path: Path)
 
 @LONG
 @pytest.mark.parametrize("name", ["resnet", "vit"])
-def test_a_chain_goes_on_under_another_plan(name: str, tmp_path: Path) -> None:
+def test_a_chain_goes_on_under_another_plan(name, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2}
     whole = train(configuration(name, tmp_path / "whole", []))
     with pytest.raises(CallbackError):
@@ -114,7 +114,7 @@ def test_a_chain_goes_on_under_another_plan(name: str, tmp_path: Path) -> None:
     assert whole.steps == 5
 
 
-def test_an_nn_sequential_itself_does_not_depend_on_the_cut(tmp_path: Path) -> None:
+def test_an_nn_sequential_itself_does_not_depend_on_the_cut(tmp_path):
     """One that the file holds, with its weights, in place of a function that returns one."""
     text = (EXAMPLES / "resnet.py").read_text()
     made = "torch.manual_seed(3)\nresnet = resnet()\n"
@@ -128,7 +128,7 @@ def test_an_nn_sequential_itself_does_not_depend_on_the_cut(tmp_path: Path) -> N
 
 
 @LONG
-def test_a_killed_worker_costs_no_statistics(tmp_path: Path) -> None:
+def test_a_killed_worker_costs_no_statistics(tmp_path):
     """The running means of BatchNorm are those of the steps that count."""
     train(configuration("resnet", tmp_path / "whole", []))
     notes = Killer({3: (1,), 4: (2,)})
@@ -137,7 +137,7 @@ def test_a_killed_worker_costs_no_statistics(tmp_path: Path) -> None:
     assert_same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
 
 
-def test_a_checkpoint_holds_the_statistics(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_statistics(tmp_path):
     saving = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "eval_steps": 2}
     train(configuration("resnet", tmp_path / "run", [], **saving))
     output = OutputDirectory(tmp_path / "exported" / "model")
@@ -146,7 +146,7 @@ def test_a_checkpoint_holds_the_statistics(tmp_path: Path) -> None:
 
 
 @LONG
-def test_a_worker_with_another_file_is_refused(tmp_path: Path) -> None:
+def test_a_worker_with_another_file_is_refused(tmp_path):
     config = configuration("resnet", tmp_path / "run", [3])
     other = tmp_path / "other.py"
     text = (EXAMPLES / "resnet.py").read_text()

@@ -16,9 +16,7 @@ from hetero_framework import cli, control
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_class_of_ones_own_is_cut_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_class_of_ones_own_is_cut_to_the_bit(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(control, "_imported", [])
     config = ["--config", str(ROOT / "examples" / "own_model.json")]
     assert cli.main(["verify", "--model-type", "running_mean_mixer"]) != 0
@@ -28,7 +26,7 @@ def test_a_class_of_ones_own_is_cut_to_the_bit(
 
 
 @pytest.mark.long
-def test_the_example_trains(tmp_path: Path) -> None:
+def test_the_example_trains(tmp_path):
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     how: Any = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
 

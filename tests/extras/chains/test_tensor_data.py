@@ -23,7 +23,7 @@ def examples_of(monkeypatch: pytest.MonkeyPatch, found: Any, seed: int = 0) -> O
     return OwnExamples("train", "mine", seed)
 
 
-def test_examples_are_put_upon_each_other_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_are_put_upon_each_other_by_name(monkeypatch):
     pair = ({"a": torch.ones(2), "b": 3}, {"c": 0.5})
     own = examples_of(monkeypatch, lambda: [pair, pair])
     batch = own.collate([0, 1])
@@ -38,7 +38,7 @@ def test_examples_are_put_upon_each_other_by_name(monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_what_an_example_draws_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_example_draws_is_its_own(monkeypatch):
     """A step can be computed again, and the process draws on as if nothing had been drawn."""
     data = [(example, 0) for example in range(3)]
     own = examples_of(monkeypatch, Drawing(data))
@@ -75,7 +75,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_unusable_examples_are_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_examples_are_refused(case, monkeypatch):
     found, message = WRONG[case]
     monkeypatch.setattr(control, "_modules", [])
 
@@ -87,14 +87,14 @@ def test_unusable_examples_are_refused(case: str, monkeypatch: pytest.MonkeyPatc
         collate()
 
 
-def test_the_fingerprint_is_that_of_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_is_that_of_the_examples(monkeypatch):
     one = examples_of(monkeypatch, [PAIR] * 3).fingerprint
     assert examples_of(monkeypatch, [PAIR] * 3).fingerprint == one
     others: list[Any] = [[PAIR] * 4, [PAIR, PAIR, (torch.zeros(2, 3), 1)]]
     assert all(examples_of(monkeypatch, other).fingerprint != one for other in others)
 
 
-def test_steps_take_the_epochs_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_take_the_epochs_order(monkeypatch):
     examples_of(monkeypatch, Drawing([(0, k) for k in range(8)]))
     training = {"objective": "sequential", "per_device_train_batch_size": 2}
     sections = {"model": {"chain": "it"}, "data": {"train": "mine", "eval": "mine"}}

@@ -28,7 +28,6 @@ from trl import RewardConfig, RewardTrainer
 
 from hetero_framework.config import Config, TrainingConfig
 from hetero_framework.trainer.coordinator import train
-from tests.alone import Alone
 from tests.extras.preferences.test_preference_runs import WORDS, save_pairs
 from tests.extras.reporting.test_callbacks import Recorder
 from tests.integration.oracles import assert_close, read_rows, stock_model, trained_weights
@@ -186,9 +185,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "model_type", "lora"), CASES)
-def test_losses_and_weights_are_those_of_the_trainer(
-    kind: str, model_type: str, lora: bool, alone: Alone, tmp_path: Path
-) -> None:
+def test_losses_and_weights_are_those_of_the_trainer(kind, model_type, lora, alone, tmp_path):
     task = "TOKEN_CLS" if kind == "tags" else "SEQ_CLS"
     label, settings = KINDS.get(kind, (None, {"num_labels": 3}))
     if kind in NAMES:
@@ -236,9 +233,7 @@ def test_losses_and_weights_are_those_of_the_trainer(
         pytest.param("bert", True, {}, False, marks=LONG),
     ],
 )
-def test_rewards_are_those_of_trl(
-    model_type: str, lora: bool, training: Any, margin: bool, alone: Alone, tmp_path: Path
-) -> None:
+def test_rewards_are_those_of_trl(model_type, lora, training, margin, alone, tmp_path):
     model = save_classifier(tmp_path / "model", model_type, num_labels=1)
     adapter = save_adapter(model, tmp_path / "start", "SEQ_CLS") if lora else None
     sections = {} if adapter is None else {"adapter": {"init_from": str(adapter)}}

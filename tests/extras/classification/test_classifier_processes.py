@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def configured(pool: Any, llama: Path, tmp_path: Path) -> Any:
+def configured(pool, llama, tmp_path):
     rows = {
         "reward": save_pairs(tmp_path / "pairs.jsonl"),
         "classification": save_rows(tmp_path / "rows.jsonl", KINDS["classes"][0]),
@@ -70,9 +69,7 @@ def configured(pool: Any, llama: Path, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("case", seldom(CASES, *[*CASES][1:]))
-def test_labels_and_rewards_do_not_depend_on_the_cut(
-    case: str, configured: Any, tmp_path: Path
-) -> None:
+def test_labels_and_rewards_do_not_depend_on_the_cut(case, configured, tmp_path):
     """The head begins at random, since the checkpoint has another one."""
     sections = CASES[case]
     whole = train(configured("whole", [], **sections))
@@ -94,9 +91,7 @@ def test_labels_and_rewards_do_not_depend_on_the_cut(
 
 @pytest.mark.long
 @pytest.mark.parametrize("sections", [{}, {"adapter": LORA}], ids=["full", "lora"])
-def test_a_run_that_was_ended_goes_on_under_another_plan(
-    sections: dict[str, Any], configured: Any, tmp_path: Path
-) -> None:
+def test_a_run_that_was_ended_goes_on_under_another_plan(sections, configured, tmp_path):
     whole = train(configured("whole", [], **sections))
     with pytest.raises(CallbackError):
         train(configured("ended", [3], **sections), callbacks=[Ending(2)])
@@ -105,7 +100,7 @@ def test_a_run_that_was_ended_goes_on_under_another_plan(
 
 
 @pytest.mark.long
-def test_the_result_is_loaded_by_its_class(configured: Any, llama: Path, tmp_path: Path) -> None:
+def test_the_result_is_loaded_by_its_class(configured, llama, tmp_path):
     """The adapter over the base, which has no head, gives what the whole result gives."""
     adapted = train(configured("lora", [3], adapter=LORA)).load().train(False)
     full = train(configured("full", [2, 4])).load().train(False)

@@ -39,7 +39,7 @@ CUTS = ([0, 6], [0, 2, 6], [0, 0, 3, 4, 6, 6])
 
 
 @pytest.fixture(autouse=True)
-def objectives(monkeypatch) -> None:
+def objectives(monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
     registry.register("objectives", "texts", None, task=TEXTS)
 
@@ -97,7 +97,7 @@ LONG = ("distilbert", "roberta", "qwen3", "mistral", "gpt_neox", "modernbert")
     "model_type",
     ["llama", "bert", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt2", *LONG))],
 )
-def test_a_cut_classifier_trains_as_the_whole(model_type, task) -> None:
+def test_a_cut_classifier_trains_as_the_whole(model_type, task):
     config = tiny_config(model_type, task)
     layers = introspect(config).num_layers
     result = compare(config, ranges_between([0, 2, layers - 1, layers]))
@@ -107,7 +107,7 @@ def test_a_cut_classifier_trains_as_the_whole(model_type, task) -> None:
 @pytest.mark.parametrize(
     "model_type", ["llama", *(pytest.param(n, marks=pytest.mark.long) for n in ("gpt2", "bert"))]
 )
-def test_a_base_gets_the_same_new_head_under_every_cut(model_type, tmp_path) -> None:
+def test_a_base_gets_the_same_new_head_under_every_cut(model_type, tmp_path):
     place = saved(tmp_path / "base", model_type)
     if model_type == "bert":
         place = tmp_path / "bert"
@@ -134,7 +134,7 @@ def test_a_base_gets_the_same_new_head_under_every_cut(model_type, tmp_path) -> 
     assert ModelSource(model, Path()).held()[1] == []  # the heads of other classes are no news
 
 
-def test_a_head_in_the_checkpoint_is_kept(tmp_path) -> None:
+def test_a_head_in_the_checkpoint_is_kept(tmp_path):
     place = saved(tmp_path, task=TEXTS)
     config = AutoConfig.from_pretrained(place)
     model = section(place)
@@ -147,7 +147,7 @@ def test_a_head_in_the_checkpoint_is_kept(tmp_path) -> None:
     assert "model.num_labels" in str(error.value.hint)
 
 
-def test_other_lost_weights_are_an_error(tmp_path) -> None:
+def test_other_lost_weights_are_an_error(tmp_path):
     place = saved(tmp_path)
     file = place / "model.safetensors"
     for name in ("model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"):
@@ -158,7 +158,7 @@ def test_other_lost_weights_are_an_error(tmp_path) -> None:
         save_file(whole, file, {"format": "pt"})
 
 
-def test_text_is_generated_by_a_class_that_can(tmp_path) -> None:
+def test_text_is_generated_by_a_class_that_can(tmp_path):
     """The checkpoint names its classifier; the task decides."""
     place = saved(tmp_path, task=TEXTS)
     config = ModelSource(ModelConfig(name_or_path=str(place)), Path()).config
@@ -170,7 +170,7 @@ def test_text_is_generated_by_a_class_that_can(tmp_path) -> None:
         config_for(AutoConfig.for_model("mamba"), TOKENS)
 
 
-def test_labels_are_settings(tmp_path) -> None:
+def test_labels_are_settings(tmp_path):
     model = section(saved(tmp_path), label_names=("no", "yes", "maybe"), problem_type="regression")
     config = ModelSource(model, Path()).config
     assert (config.num_labels, config.id2label[2], config.label2id["yes"]) == (3, "maybe", 1)
@@ -181,7 +181,7 @@ def test_labels_are_settings(tmp_path) -> None:
             LabelSettings(name_or_path="m", **{"label_names": ("a", "b", "c"), **wrong})
 
 
-def test_a_model_without_the_setting_is_a_causal_one(tmp_path) -> None:
+def test_a_model_without_the_setting_is_a_causal_one(tmp_path):
     place = saved(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(place)
     config = ModelSource(LabelSettings(name_or_path=str(place), num_labels=7), Path()).config
@@ -191,8 +191,8 @@ def test_a_model_without_the_setting_is_a_causal_one(tmp_path) -> None:
 @pytest.mark.parametrize("objective", ["classification", "reward", "token-classification"])
 @pytest.mark.parametrize("has_head", [False, True])
 def test_verify_takes_the_class_that_the_objective_trains(
-    objective: str, has_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    objective, has_head, tmp_path, monkeypatch
+):
     """A head that the weights lack is the same in the whole and in a shard."""
     stored = tiny_config("llama", needs_of(objective).task if has_head else "causal-lm")
     if has_head:
@@ -232,7 +232,7 @@ def test_verify_takes_the_class_that_the_objective_trains(
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_labels", 3), ("label_names", ["a"])])
-def test_labels_of_a_model_that_has_none_are_refused(name: str, value: Any) -> None:
+def test_labels_of_a_model_that_has_none_are_refused(name, value):
     raw: dict[str, Any] = {
         "coordinator": {"ip": "127.0.0.1"},
         "shard_plan": [{"id": "local", "start": 0, "end": 2}],

@@ -92,9 +92,7 @@ def texts(*given: Any) -> list[dict[str, Any]]:
         ([9000, 0.5], None, "regression", "LABEL_0", [9000.0, 0.5]),
     ],
 )
-def test_labels_are_told_by_how_they_look(
-    given: list[Any], stated: Any, problem: str, names: str, expected: Any, tmp_path: Path
-) -> None:
+def test_labels_are_told_by_how_they_look(given, stated, problem, names, expected, tmp_path):
     data = load(tmp_path, texts(*given), stated=stated)
     assert data.labels.problem.startswith(problem)
     assert " ".join(data.labels.names) == names
@@ -126,9 +124,7 @@ def test_labels_are_told_by_how_they_look(
         (["a", ""], None, r"jsonl:2: label is empty"),
     ],
 )
-def test_a_label_that_is_none_is_refused(
-    given: list[Any], stated: Any, problem: str, tmp_path: Path
-) -> None:
+def test_a_label_that_is_none_is_refused(given, stated, problem, tmp_path):
     with pytest.raises(DataError, match=problem):
         load(tmp_path, texts(*given), stated=stated)
 
@@ -177,7 +173,7 @@ def load_named(
 
 
 @pytest.mark.parametrize("form", ["parquet", "saved", "readme"])
-def test_names_of_labels_are_those_of_the_data_set(form: str, tmp_path: Path) -> None:
+def test_names_of_labels_are_those_of_the_data_set(form, tmp_path):
     """As transformers' examples take them, also of classes that no row for training has."""
     train, held_out = (named(tmp_path, form, texts(*rows)) for rows in ([1, 0], [2, 1]))
     data = load_named(tmp_path, train, held_out)
@@ -189,7 +185,7 @@ def test_names_of_labels_are_those_of_the_data_set(form: str, tmp_path: Path) ->
     assert labels(stars).tolist() == [1.0, 0.0]
 
 
-def test_names_of_several_labels_and_of_words_are_those_of_the_data_set(tmp_path: Path) -> None:
+def test_names_of_several_labels_and_of_words_are_those_of_the_data_set(tmp_path):
     data = load_named(tmp_path, named(tmp_path, "parquet", texts([2, 0], [], [1])))
     assert data.labels.names == ("neg", "pos", "mixed")
     assert labels(data).tolist() == [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
@@ -199,7 +195,7 @@ def test_names_of_several_labels_and_of_words_are_those_of_the_data_set(tmp_path
     assert labels(words)[labels(words) >= 0].tolist() == [2, 0]
 
 
-def test_names_of_labels_that_disagree_are_refused(tmp_path: Path) -> None:
+def test_names_of_labels_that_disagree_are_refused(tmp_path):
     train = named(tmp_path, "parquet", texts(1, 0))
     other = named(tmp_path, "parquet", texts(1, 0), ["pos", "neg", "mixed"])
     said = r"row 1: its classes are called pos, neg, mixed, and those .* neg, pos, mixed"
@@ -217,7 +213,7 @@ def test_names_of_labels_that_disagree_are_refused(tmp_path: Path) -> None:
         load_named(tmp_path, unlabelled)
 
 
-def test_data_of_another_objective_are_refused(tmp_path: Path) -> None:
+def test_data_of_another_objective_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"jsonl:1: no label among its fields: text"):
         load(tmp_path, [{"text": "a"}])
     with pytest.raises(DataError, match=r"jsonl:1: no chosen answer among its fields: text"):
@@ -231,7 +227,7 @@ def test_data_of_another_objective_are_refused(tmp_path: Path) -> None:
         load(tmp_path, [{"tokens": "a", "tags": ["O"]}], "token-classification")
 
 
-def test_texts_are_cut_as_the_tokenizer_cuts_pairs(tmp_path: Path) -> None:
+def test_texts_are_cut_as_the_tokenizer_cuts_pairs(tmp_path):
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "fox", "runs", "far", "dog"]
     tokenizer = BertTokenizer(vocab={word: k for k, word in enumerate(vocabulary)})
     rows = [
@@ -249,7 +245,7 @@ def test_texts_are_cut_as_the_tokenizer_cuts_pairs(tmp_path: Path) -> None:
     assert "token_type_ids" not in single.micro_batch([0])
 
 
-def test_messages_may_have_a_label(tmp_path: Path) -> None:
+def test_messages_may_have_a_label(tmp_path):
     tokenizer = tiny_tokenizer(CHATML_MARKED)
     talk = [{"role": "user", "content": "The fox?"}, {"role": "assistant", "content": "It runs."}]
     data = load(tmp_path, [{"messages": talk, "label": "good"}], tokenizer=tokenizer)
@@ -257,7 +253,7 @@ def test_messages_may_have_a_label(tmp_path: Path) -> None:
     assert data.micro_batch([0])["input_ids"].tolist() == [ids]
 
 
-def test_the_first_token_of_a_word_has_its_label(tmp_path: Path) -> None:
+def test_the_first_token_of_a_word_has_its_label(tmp_path):
     tokenizer = tiny_tokenizer(CHATML_MARKED)
     begin = "<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>")
     tokenizer._tokenizer.post_processor = TemplateProcessing(
@@ -285,7 +281,7 @@ def test_the_first_token_of_a_word_has_its_label(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("labels", [torch.ones(2, 5, dtype=torch.int64), torch.tensor([1, 2])])
-def test_a_probe_has_a_label_for_each_text(labels: torch.Tensor) -> None:
+def test_a_probe_has_a_label_for_each_text(labels):
     """Of made-up token ids, and of a micro-batch of the run."""
     objective = objective_of(TrainingConfig(objective="classification"))
     inputs = {"input_ids": torch.ones(2, 5, dtype=torch.int64), "labels": labels}
@@ -311,7 +307,7 @@ PAIRS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", PAIRS)
-def test_pairs_are_those_of_the_reward_trainer(case: str, tmp_path: Path) -> None:
+def test_pairs_are_those_of_the_reward_trainer(case, tmp_path):
     import datasets
 
     tokenizer, rows = tiny_tokenizer(CHATML_MARKED), PAIRS[case]
@@ -326,7 +322,7 @@ def test_pairs_are_those_of_the_reward_trainer(case: str, tmp_path: Path) -> Non
         assert torch.equal(batch[name], value), name
 
 
-def test_longer_pairs_are_left_out(tmp_path: Path) -> None:
+def test_longer_pairs_are_left_out(tmp_path):
     data = load(tmp_path, PAIRS["texts"], "reward", max_length=17)
     assert 0 < len(data.examples) < 5
     assert any("are longer than max_length=17 and were left out" in x for x in data.report)
@@ -343,9 +339,7 @@ def test_longer_pairs_are_left_out(tmp_path: Path) -> None:
         ([1e39], r"jsonl:1: margin must be a finite number, found 1e\+39"),  # infinity in float32
     ],
 )
-def test_margins_are_finite_numbers_of_all_pairs(
-    margins: list[Any], problem: str, tmp_path: Path
-) -> None:
+def test_margins_are_finite_numbers_of_all_pairs(margins, problem, tmp_path):
     rows = [{"prompt": "", "chosen": "a", "rejected": "b", "margin": each} for each in margins]
     with pytest.raises(DataError, match=problem):
         load(tmp_path, rows, "reward")

@@ -78,7 +78,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 @given(tensors())
 @settings(max_examples=300, deadline=None)
-def test_int8_error_is_the_stated_one(sent: torch.Tensor) -> None:
+def test_int8_error_is_the_stated_one(sent):
     received = travel(INT8, sent)
     assert_within(sent, received, int8_bound(sent, received))
     assert bool((received[sent == 0] == 0).all())
@@ -86,7 +86,7 @@ def test_int8_error_is_the_stated_one(sent: torch.Tensor) -> None:
 
 @given(tensors())
 @settings(max_examples=200, deadline=None)
-def test_bf16_error_is_the_stated_one(sent: torch.Tensor) -> None:
+def test_bf16_error_is_the_stated_one(sent):
     sent = sent.float()
     assert_within(sent, travel(BF16, sent), (sent.double().abs() / 256).clamp_min(1e-40))
     halved = sent.to(torch.bfloat16)
@@ -95,13 +95,13 @@ def test_bf16_error_is_the_stated_one(sent: torch.Tensor) -> None:
 
 @given(tensors())
 @settings(max_examples=50, deadline=None)
-def test_none_keeps_the_bits(sent: torch.Tensor) -> None:
+def test_none_keeps_the_bits(sent):
     assert bits(travel(NONE, sent)) == bits(sent)
 
 
 @given(tensors(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_non_finite_values_never_become_finite(sent: torch.Tensor, data: st.DataObject) -> None:
+def test_non_finite_values_never_become_finite(sent, data):
     place = data.draw(st.integers(0, sent.numel() - 1))
     sent[place] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
     for codec, dtype in PAIRS:
@@ -115,7 +115,7 @@ def test_non_finite_values_never_become_finite(sent: torch.Tensor, data: st.Data
 
 @pytest.mark.parametrize("magnitude", [1.0, 0.995, 0.5])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_the_largest_numbers_arrive_near_or_infinite(dtype: torch.dtype, magnitude: float) -> None:
+def test_the_largest_numbers_arrive_near_or_infinite(dtype, magnitude):
     largest = torch.finfo(dtype).max
     received = travel(INT8, torch.tensor([largest * magnitude, -1.0], dtype=dtype)).double()
     assert received[0] == pytest.approx(largest * magnitude, rel=0.01) or received[0] == math.inf
@@ -125,7 +125,7 @@ def test_the_largest_numbers_arrive_near_or_infinite(dtype: torch.dtype, magnitu
 
 @pytest.mark.parametrize(("codec", "dtype"), PAIRS, ids=IDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_comes_back(codec: Codec, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_every_shape_comes_back(codec, dtype, shape):
     sent = values(*shape).to(dtype)
     parts = codec.encode(sent)
     assert all(part.is_contiguous() for part in parts)
@@ -136,14 +136,14 @@ def test_every_shape_comes_back(codec: Codec, dtype: torch.dtype, shape: tuple[i
     assert torch.allclose(received, sent, rtol=0.01, atol=0.02)
 
 
-def test_int8_needs_66_bytes_for_64_values() -> None:
+def test_int8_needs_66_bytes_for_64_values():
     assert INT8.nbytes((8, 1024, 1024), torch.bfloat16) == 8 * 1024 * 1024 * 66 // 64
     assert INT8.nbytes((65,), torch.float32) == 65 + 2 * 2
     assert BF16.nbytes((3, 5), torch.float32) == 30
     assert NONE.nbytes((3, 5), torch.float32) == 60
 
 
-def test_int8_uses_both_signs_alike_and_rounds_ties_to_even() -> None:
+def test_int8_uses_both_signs_alike_and_rounds_ties_to_even():
     block = torch.tensor([127.0, -127.0, 0.5, 1.5, -0.5, -2.5, -0.0])
     quantized, scales = INT8.encode(block)
     assert quantized.tolist() == [127, -127, 0, 2, 0, -2, 0]
@@ -151,7 +151,7 @@ def test_int8_uses_both_signs_alike_and_rounds_ties_to_even() -> None:
     assert torch.equal(travel(INT8, -block), -travel(INT8, block))
 
 
-def test_the_largest_of_a_block_always_becomes_127() -> None:
+def test_the_largest_of_a_block_always_becomes_127():
     """Wherever bfloat16 rounds the scale to: no value wraps around, and no level is given away."""
     peaks = (0x3F800000 + 2**7 * torch.arange(2**16, dtype=torch.int32)).view(torch.float32)
     blocks = torch.zeros(len(peaks), BLOCK)
@@ -162,13 +162,13 @@ def test_the_largest_of_a_block_always_becomes_127() -> None:
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-40, 1e-36])
-def test_a_scale_has_a_finite_reciprocal(magnitude: float) -> None:
+def test_a_scale_has_a_finite_reciprocal(magnitude):
     """Else the values would become infinite or NaN before they become integers."""
     _, scales = INT8.encode(torch.full((3,), magnitude))
     assert scales.tolist() == [torch.finfo(torch.float32).tiny]
 
 
-def test_blocks_are_coded_independently() -> None:
+def test_blocks_are_coded_independently():
     tensor = values(5, BLOCK)
     tensor[1] *= 1e6
     tensor[3] *= 1e-6
@@ -177,9 +177,7 @@ def test_blocks_are_coded_independently() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_pieces_and_threads_do_not_change_a_bit(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_and_threads_do_not_change_a_bit(dtype, monkeypatch):
     sent = values(3, 200_003).to(dtype)
     parts = INT8.encode(sent)
     received = bits(INT8.decode(parts, sent.shape, dtype))
@@ -195,7 +193,7 @@ def test_pieces_and_threads_do_not_change_a_bit(
 
 
 @pytest.mark.parametrize(("codec", "dtype"), PAIRS, ids=IDS)
-def test_the_tensor_that_is_sent_is_left_alone(codec: Codec, dtype: torch.dtype) -> None:
+def test_the_tensor_that_is_sent_is_left_alone(codec, dtype):
     """It is needed for the backward pass, so it may require a gradient; and it may be strided."""
     sent = values(70, 30).to(dtype).requires_grad_()
     before = bits(sent)
@@ -205,7 +203,7 @@ def test_the_tensor_that_is_sent_is_left_alone(codec: Codec, dtype: torch.dtype)
     assert bits(received) == bits(travel(codec, sent.detach().transpose(0, 1).contiguous()))
 
 
-def test_a_dtype_that_a_codec_lacks_is_refused_with_advice() -> None:
+def test_a_dtype_that_a_codec_lacks_is_refused_with_advice():
     with pytest.raises(ConfigError, match=r"bf16: float16 .* use none or int8"):
         BF16.encode(torch.zeros(3, dtype=torch.float16))
     with pytest.raises(ConfigError, match=r"int8: int64 .* use none"):
@@ -215,7 +213,7 @@ def test_a_dtype_that_a_codec_lacks_is_refused_with_advice() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
-def test_parts_of_another_tensor_are_refused(codec: Codec) -> None:
+def test_parts_of_another_tensor_are_refused(codec):
     parts = codec.encode(values(130))
     for wrong in ([], parts[:-1], parts + parts, [part[:-1] for part in parts]):
         with pytest.raises(ProtocolError, match=r"a tensor of \(130,\) torch.float32 comes as"):
@@ -228,13 +226,13 @@ def test_parts_of_another_tensor_are_refused(codec: Codec) -> None:
         codec.decode(parts, (-10, -13), torch.float32)
 
 
-def test_the_configuration_names_every_codec() -> None:
+def test_the_configuration_names_every_codec():
     for field in WireConfig.model_fields.values():
         assert list(typing.get_args(field.annotation)) == list(CODECS)
     assert all(codec.error.endswith(".") for codec in CODECS.values())
 
 
-def test_a_codec_that_is_slowed_shows_in_the_benchmark() -> None:
+def test_a_codec_that_is_slowed_shows_in_the_benchmark():
     tensor = values(1000)
     plain, slowed = measure(INT8, tensor, 5), measure(INT8, tensor, 5, slow_ms=20)
     assert slowed["encode_ms"]["min"] >= 20 > plain["encode_ms"]["min"]

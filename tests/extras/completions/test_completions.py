@@ -33,7 +33,7 @@ echo '|end'
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A folder with the scripts for the shells, the program, and files to complete."""
     place = tmp_path_factory.mktemp("shell")
     (place / "my config.json").write_text("{}")
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def printed(folder, capsys):
     for shell in SHELLS:
         assert main(["completions", shell]) == 0
         (folder / f"completions.{shell}").write_text(capsys.readouterr().out, encoding="utf-8")
@@ -119,7 +119,7 @@ VALUES = {
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 @pytest.mark.parametrize(("line", "words"), (LINES | NUMBER | VALUES).items(), ids=lambda x: str(x))
-def test_a_typed_line_is_completed(shell: str, line: str, words: list[str], folder: Path) -> None:
+def test_a_typed_line_is_completed(shell, line, words, folder):
     if lacks(shell):
         pytest.skip(f"without {shell}, or with the one of 2007 that macOS has")
     assert plain(typed(shell, f"hetero {line}", folder)) == plain(words)
@@ -136,7 +136,7 @@ def asked(line: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("line", "words"), LINES.items(), ids=lambda x: str(x))
-def test_fish_has_the_same_candidates(line: str, words: list[str], folder: Path) -> None:
+def test_fish_has_the_same_candidates(line, words, folder):
     if lacks("fish"):
         pytest.skip("without fish")
     typed_so_far = ""

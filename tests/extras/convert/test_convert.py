@@ -61,12 +61,12 @@ def rows(report: Report) -> dict[str, Report]:
     return {row["key"]: row for row in report["keys"]}
 
 
-def test_the_inputs_are_all_named() -> None:
+def test_the_inputs_are_all_named():
     assert {file.name for file in FOREIGN.iterdir()} == {*BY_HAND}
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_every_key_is_taken_changed_or_explained(name: str, convert) -> None:
+def test_every_key_is_taken_changed_or_explained(name, convert):
     report, config = convert(name)
     config.require("model", "data")
     found = rows(report)
@@ -95,7 +95,7 @@ BEGIN = {
 
 
 @pytest.mark.parametrize("case", MEANINGS, ids=lambda case: case["file"])
-def test_settings_mean_the_same(case: dict[str, Any], convert) -> None:
+def test_settings_mean_the_same(case, convert):
     text = case.get("text", "").replace("$", BEGIN.get(case["file"], "")) or None
     report, config = convert(case["file"], text, *case.get("options", ()))
     made, found = config.to_dict(), rows(report)
@@ -110,7 +110,7 @@ def test_settings_mean_the_same(case: dict[str, Any], convert) -> None:
 
 
 @pytest.mark.parametrize("key", ["datasets", "test_datasets"])
-def test_what_differs_between_sets_is_left_to_the_user(key: str, convert) -> None:
+def test_what_differs_between_sets_is_left_to_the_user(key, convert):
     sets = "[{path: o/a, type: alpaca, name: x}, {path: o/b, type: alpaca, name: y}]"
     train = "datasets: [{path: o/c}]\n" * (key != "datasets")
     report, config = convert("a.yml", f"{AXOLOTL}{train}{key}: {sets}\n")
@@ -120,7 +120,7 @@ def test_what_differs_between_sets_is_left_to_the_user(key: str, convert) -> Non
     assert config.data.dataset_config is None
 
 
-def test_mixtures_of_llama_factory_are_left_to_the_user(convert) -> None:
+def test_mixtures_of_llama_factory_are_left_to_the_user(convert):
     text = "model_name_or_path: m\nstage: sft\ndataset: a, b\nmix_strategy: interleave_over\n"
     report, config = convert("l.yaml", f"{text}interleave_probs: 0.3,0.7\nval_size: 20\n")
     for key in ("dataset", "mix_strategy", "interleave_probs"):
@@ -129,7 +129,7 @@ def test_mixtures_of_llama_factory_are_left_to_the_user(convert) -> None:
     assert (config.data.train, config.data.val_set_size) == (("a", "b"), 20)
 
 
-def test_streams_need_a_number_of_steps(convert) -> None:
+def test_streams_need_a_number_of_steps(convert):
     text = "model_name_or_path: m\ndataset_name: d\nstreaming: true\npacking: true\n"
     report, config = convert("t.yaml", f"{text}max_steps: 20\nlearning_rate: 1e-4\n")
     assert config.data.streaming
@@ -147,7 +147,7 @@ def defaults_of(cls: type) -> dict[str, Any]:
     }
 
 
-def test_defaults_are_those_of_the_installed_trl(convert) -> None:
+def test_defaults_are_those_of_the_installed_trl(convert):
     report, config = convert("t.yaml", BEGIN["t.yaml"] + "use_peft: true\n")
     ours = config.to_dict()
     theirs = defaults_of(trl.SFTConfig) | {"bf16": True, "pad_to_multiple_of": None}
@@ -171,7 +171,7 @@ def test_defaults_are_those_of_the_installed_trl(convert) -> None:
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
 @pytest.mark.filterwarnings("ignore:This class will be removed:FutureWarning")
 @pytest.mark.parametrize("objective", ["dpo", "orpo", "cpo", "kto", "reward"])
-def test_whole_classes_of_preferences_are_read(objective: str, convert, tmp_path) -> None:
+def test_whole_classes_of_preferences_are_read(objective, convert, tmp_path):
     cls: Any = trl.RewardConfig if objective == "reward" else trl_classes(objective)[1]
     fields = cls(str(tmp_path), use_cpu=True, bf16=False, disable_tqdm=False).to_dict()
     if objective == "reward":
@@ -191,7 +191,7 @@ def test_whole_classes_of_preferences_are_read(objective: str, convert, tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
-def test_whole_classes_are_read(convert) -> None:
+def test_whole_classes_are_read(convert):
     """As to_dict() of these writes them: every field is there."""
     sft = trl.SFTConfig(output_dir="out", use_cpu=True, bf16=False, disable_tqdm=False)
     lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4)
@@ -206,7 +206,7 @@ def test_whole_classes_are_read(convert) -> None:
     assert lost <= {"use_cpu", "accelerator_config", "runtime_config", "hub_token", "peft_version"}
 
 
-def test_machines_come_from_options(convert) -> None:
+def test_machines_come_from_options(convert):
     _, config = convert("axolotl_qlora.yml", None, "--worker", "127.0.0.1:9200:cpu")
     assert [(w.ip, w.port, w.device) for w in config.workers] == [("127.0.0.1", 9200, "cpu")]
     assert config.quantization(1) is not None or config.workers[0].quantization == "none"
@@ -216,7 +216,7 @@ def test_machines_come_from_options(convert) -> None:
     assert config.coordinator.ip == "10.0.0.4"
 
 
-def test_the_report_is_readable(convert, capsys, tmp_path) -> None:
+def test_the_report_is_readable(convert, capsys, tmp_path):
     convert("trl_recipe.yaml")
     assert main(["convert", "trl_recipe.yaml", "--overwrite", "-o", str(tmp_path / "c.json")]) == 0
     said = capsys.readouterr().out
@@ -256,9 +256,7 @@ def test_the_report_is_readable(convert, capsys, tmp_path) -> None:
         ("missing.yml", None, "cannot read missing.yml"),
     ],
 )
-def test_what_cannot_be_converted_is_refused(
-    name, text, said, tmp_path, monkeypatch, capsys
-) -> None:
+def test_what_cannot_be_converted_is_refused(name, text, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if text is not None:
         (tmp_path / name).write_text(text)
@@ -267,7 +265,7 @@ def test_what_cannot_be_converted_is_refused(
     assert not (tmp_path / "hetero_config.json").exists()
 
 
-def test_an_existing_file_stays(tmp_path, capsys) -> None:
+def test_an_existing_file_stays(tmp_path, capsys):
     (tmp_path / "c.json").write_text("{}")
     assert main(["convert", str(FOREIGN / "trl_full.yaml"), "-o", str(tmp_path / "c.json")]) == 2
     assert "--overwrite" in capsys.readouterr().err
@@ -288,7 +286,7 @@ def test_an_existing_file_stays(tmp_path, capsys) -> None:
         " --gradient_checkpointing false --logging_steps 3 --max_steps 20 --save_total_limit 2",
     ],
 )
-def test_keys_mean_what_trls_own_parser_says(method: str, options: str, convert, tmp_path) -> None:
+def test_keys_mean_what_trls_own_parser_says(method, options, convert, tmp_path):
     classes = {"sft": trl.SFTConfig, "reward": trl.RewardConfig}
     cls: Any = classes[method] if method in classes else trl_classes(method)[1]
     parser = transformers.HfArgumentParser(cls)
@@ -314,7 +312,7 @@ def test_keys_mean_what_trls_own_parser_says(method: str, options: str, convert,
     assert ours["bf16"] == ("--bf16 false" not in options)
 
 
-def test_a_pair_loss_is_judged_beside_all_settings(convert, monkeypatch) -> None:
+def test_a_pair_loss_is_judged_beside_all_settings(convert, monkeypatch):
     """Whatever order they stand in."""
 
     def check(training: Any) -> None:

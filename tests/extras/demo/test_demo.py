@@ -15,11 +15,11 @@ from hetero_framework.extras.demo.commands import demo
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_the_shipped_configuration_is_the_demonstrations() -> None:
+def test_the_shipped_configuration_is_the_demonstrations():
     assert (ROOT / "hetero_config.json").read_bytes() == demo.CONFIG.read_bytes()
 
 
-def test_the_configurations_differ_in_what_is_trained(tmp_path: Path) -> None:
+def test_the_configurations_differ_in_what_is_trained(tmp_path):
     full, lora = (Config.from_dict(raw, tmp_path) for raw in demo.settings(7, 12))
     assert (full.training.max_steps, lora.training.max_steps) == (7, 12)
     assert full.output_dir == tmp_path / "full"
@@ -29,7 +29,7 @@ def test_the_configurations_differ_in_what_is_trained(tmp_path: Path) -> None:
     assert (lora.training.eval_steps, lora.training.eval_on_start) == (3, True)
 
 
-def test_data_are_the_same_every_time_and_held_out_sums_are_others() -> None:
+def test_data_are_the_same_every_time_and_held_out_sums_are_others():
     assert demo.sources() == demo.sources()
     texts = demo.sums(800)
     assert texts == demo.sums(800)
@@ -41,9 +41,7 @@ def test_data_are_the_same_every_time_and_held_out_sums_are_others() -> None:
     assert max(map(len, pieces)) <= 420
 
 
-def test_an_earlier_demonstration_is_replaced_only_where_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_demonstration_is_replaced_only_where_asked(tmp_path, capsys, monkeypatch):
     (tmp_path / "lora").mkdir()
     (tmp_path / "precious").write_text("kept")
     assert main(["demo", "--output", str(tmp_path)]) == 2
@@ -58,7 +56,7 @@ def test_an_earlier_demonstration_is_replaced_only_where_asked(
     assert (tmp_path / "precious").read_text() == "kept"
 
 
-def test_the_end_shows_how_the_held_out_loss_fell(tmp_path: Path) -> None:
+def test_the_end_shows_how_the_held_out_loss_fell(tmp_path):
     lines: list[dict[str, Any]] = [{"step": 0, "eval_loss": 8.0}, {"step": 1, "loss": 9.0}]
     lines += [{"step": 6, "eval_loss": 6.0}, {"step": 12, "eval_loss": 2.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -69,9 +67,7 @@ def test_the_end_shows_how_the_held_out_loss_fell(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_adapter_learns_and_survives_a_kill(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_adapter_learns_and_survives_a_kill(tmp_path, capfd):
     """The whole demonstration, with the steps of its default."""
     assert main(["demo", "--output", str(tmp_path / "demo")]) == 0
     assert "the adapters of 3 and 4 are the same, byte for byte" in capfd.readouterr().out

@@ -11,7 +11,6 @@ from hetero_framework.errors import PeerLostError
 from hetero_framework.trainer import outputs
 from hetero_framework.trainer.coordinator import Coordinator, train
 from hetero_framework.trainer.run_checkpoint import RunCheckpoints
-from tests.alone import Alone
 
 LORA = {"r": 4, "target_modules": "all-linear"}
 
@@ -21,7 +20,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def gone(monkeypatch):
     """No worker answers any more when the result is asked for."""
 
     def lost(*args: Any) -> None:
@@ -33,9 +32,7 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "adapter", [pytest.param(None, marks=pytest.mark.long), LORA], ids=["model", "adapter"]
 )
-def test_the_result_of_the_last_step_is_that_of_the_undisturbed_run(
-    alone: Alone, request: pytest.FixtureRequest, adapter: Any
-) -> None:
+def test_the_result_of_the_last_step_is_that_of_the_undisturbed_run(alone, request, adapter):
     training = {"save_strategy": "steps", "save_steps": 3}
     whole = alone("whole", adapter=adapter, training=training)
     train(whole)
@@ -50,9 +47,7 @@ def test_the_result_of_the_last_step_is_that_of_the_undisturbed_run(
 
 
 @pytest.mark.usefixtures("gone")
-def test_an_older_checkpoint_makes_a_result_that_says_so_and_the_run_fails(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_checkpoint_makes_a_result_that_says_so_and_the_run_fails(alone, monkeypatch):
     save = RunCheckpoints.save
 
     def only_the_second(self: RunCheckpoints, state: Any) -> Any:
@@ -73,7 +68,7 @@ def test_an_older_checkpoint_makes_a_result_that_says_so_and_the_run_fails(
 
 
 @pytest.mark.usefixtures("gone")
-def test_a_lost_worker_without_a_checkpoint_leaves_no_result(alone: Alone) -> None:
+def test_a_lost_worker_without_a_checkpoint_leaves_no_result(alone):
     config = alone()
     with pytest.raises(PeerLostError, match="worker 1 is gone: signal SIGKILL") as raised:
         train(config)
@@ -82,9 +77,7 @@ def test_a_lost_worker_without_a_checkpoint_leaves_no_result(alone: Alone) -> No
 
 
 @pytest.mark.usefixtures("gone")
-def test_a_damaged_last_checkpoint_is_passed_over(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_last_checkpoint_is_passed_over(alone, monkeypatch):
     finish = Coordinator.finish
 
     def damaged(self: Coordinator) -> Any:

@@ -51,9 +51,7 @@ def make(folder: Path, name: str, steps: int, **changes: Any) -> Config:
     ],
     ids=["full", "tied", "adapter", "adapted ends"],
 )
-def test_result_of_a_checkpoint_is_that_of_a_run_that_ends_there(
-    tied: bool, adapter: Any, tmp_path: Path
-) -> None:
+def test_result_of_a_checkpoint_is_that_of_a_run_that_ends_there(tied, adapter, tmp_path):
     save_llama(tmp_path / "model", layers=2, tie_word_embeddings=tied)
     save_texts(tmp_path / "texts.jsonl", 8)
     train(make(tmp_path, "long", 3, adapter=adapter))
@@ -68,16 +66,14 @@ def test_result_of_a_checkpoint_is_that_of_a_run_that_ends_there(
     assert files_in(out) == files_in(tmp_path / "long" / result)
 
 
-def test_place_without_a_checkpoint_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_place_without_a_checkpoint_is_named(tmp_path, capsys):
     for place, said in (("none", "there is no directory"), ("", "There is no checkpoint in")):
         output = ["--output", str(tmp_path / "out")]
         assert main(["export", "--checkpoint", str(tmp_path / place), *output]) == 2
         assert said.lower() in capsys.readouterr().err.lower()
 
 
-def test_resume_over_other_weights_is_refused(tmp_path: Path) -> None:
+def test_resume_over_other_weights_is_refused(tmp_path):
     save_llama(tmp_path / "model", layers=2)
     save_texts(tmp_path / "texts.jsonl", 8)
     train(make(tmp_path, "run", 2))

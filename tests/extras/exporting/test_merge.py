@@ -52,9 +52,7 @@ def merged_with(adapter: Path, base: Path, folder: Path, **how: Any) -> PreTrain
         ("mixtral", {"target_modules": ("q_proj", "w1", "w2", "w3")}),
     ],
 )
-def test_merged_checkpoint_equals_pefts_merge(
-    model_type: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_merged_checkpoint_equals_pefts_merge(model_type, settings, tmp_path):
     base = save_model(tmp_path / "base", model_type)
     adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig(**settings))
     merged = merged_with(adapter, base, tmp_path / "merged")
@@ -69,7 +67,7 @@ def test_merged_checkpoint_equals_pefts_merge(
 
 @pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
 @pytest.mark.parametrize("layers", [4, 1])
-def test_merge_into_one_end_of_tied_embeddings_unties_them(layers: int, tmp_path: Path) -> None:
+def test_merge_into_one_end_of_tied_embeddings_unties_them(layers, tmp_path):
     base = save_model(tmp_path / "base", "gemma", num_hidden_layers=layers)
     pieces = shards(base, 0, layers, adapter=AdapterConfig(target_modules=("embed_tokens",)))
     randomise(pieces)
@@ -81,7 +79,7 @@ def test_merge_into_one_end_of_tied_embeddings_unties_them(layers: int, tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
-def test_merge_into_weights_that_blocks_share_unties_them(tmp_path: Path) -> None:
+def test_merge_into_weights_that_blocks_share_unties_them(tmp_path):
     """An adapter is each block's own, as PEFT's is over the whole model."""
     base = save_model(tmp_path / "base", "zamba2")
     adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig(target_modules=("q_proj",)))
@@ -90,7 +88,7 @@ def test_merge_into_weights_that_blocks_share_unties_them(tmp_path: Path) -> Non
     torch.testing.assert_close(stock_logits(merged), stock_logits(adapted))
 
 
-def test_merge_writes_the_wanted_type(tmp_path: Path) -> None:
+def test_merge_writes_the_wanted_type(tmp_path):
     base = save_model(tmp_path / "base")
     adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig())
     model = merged_with(adapter, base, tmp_path / "merged", dtype="bfloat16")
@@ -100,7 +98,7 @@ def test_merge_writes_the_wanted_type(tmp_path: Path) -> None:
     assert torch.equal(stock_logits(model), stock_logits(reference))
 
 
-def test_merge_into_a_quantised_model_says_to_give_the_full_one(tmp_path: Path) -> None:
+def test_merge_into_a_quantised_model_says_to_give_the_full_one(tmp_path):
     base = save_model(tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -109,7 +107,7 @@ def test_merge_into_a_quantised_model_says_to_give_the_full_one(tmp_path: Path) 
         merge_adapter(tmp_path / "adapter", str(base), OutputDirectory(tmp_path / "merged"))
 
 
-def test_biases_of_updates_are_merged_into_biases_only(tmp_path: Path) -> None:
+def test_biases_of_updates_are_merged_into_biases_only(tmp_path):
     base = save_model(tmp_path / "base")
     settings = AdapterConfig(lora_bias=True, target_modules=("q_proj",))
     adapter = saved_adapter(base, tmp_path / "adapter", settings)
@@ -117,9 +115,7 @@ def test_biases_of_updates_are_merged_into_biases_only(tmp_path: Path) -> None:
         merge_adapter(adapter, str(base), OutputDirectory(tmp_path / "merged"))
 
 
-def test_tokenizer_that_names_code_is_refused_and_nothing_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenizer_that_names_code_is_refused_and_nothing_runs(tmp_path, monkeypatch):
     base = save_model(tmp_path / "base")
     adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig())
     canary = tmp_path / "canary"
@@ -135,7 +131,7 @@ def test_tokenizer_that_names_code_is_refused_and_nothing_runs(
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_result_never_replaces_its_source(tmp_path: Path) -> None:
+def test_a_result_never_replaces_its_source(tmp_path):
     base = save_model(tmp_path / "base")
     adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig())
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -145,7 +141,7 @@ def test_a_result_never_replaces_its_source(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_a_stored_head_is_merged_and_verified(tmp_path: Path) -> None:
+def test_a_stored_head_is_merged_and_verified(tmp_path):
     base = save_model(tmp_path / "base", tie_word_embeddings=True)
     adapter = saved_adapter(base, tmp_path / "adapter", AdapterConfig(target_modules=("q_proj",)))
     rewritten(base, own_head)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hetero_framework.extras.faults.failpoints import ONCE_VARIABLE, POINTS
 from hetero_framework.trainer.coordinator import train
 from tests.integration.test_faults import with_own_worker
 from tests.integration.test_parity import LORA
-from tests.pools import Notes, Pool
+from tests.pools import Notes
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
@@ -30,9 +29,7 @@ NEVER |= {
 
 
 @pytest.mark.long
-def test_a_run_passes_every_failpoint(
-    pool: Pool, llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_passes_every_failpoint(pool, llama, texts, tmp_path, monkeypatch):
     marks = tmp_path / "marks"
     marks.mkdir()
     points = [f"{name}:inf" if name == "output" else f"{name}:sleep:0" for name in POINTS]

@@ -32,7 +32,7 @@ sys.exit(told["code"])
 
 
 @pytest.fixture
-def llama_cpp(tmp_path: Path) -> Path:
+def llama_cpp(tmp_path):
     (place := tmp_path / "llama.cpp").mkdir()
     for name in ("convert_lora_to_gguf.py", "convert_hf_to_gguf.py"):
         (place / name).write_text(STUB)
@@ -41,7 +41,7 @@ def llama_cpp(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return save_llama(tmp_path_factory.mktemp("base model"), layers=1)
 
 
@@ -63,9 +63,7 @@ def seen(llama_cpp: Path) -> Any:
     return json.loads((llama_cpp / "seen.json").read_text())
 
 
-def test_an_adapter_is_converted_with_its_base(
-    base: Path, tmp_path: Path, llama_cpp: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapter_is_converted_with_its_base(base, tmp_path, llama_cpp, capsys):
     adapter, output = save_adapter(base, tmp_path / "adapter"), tmp_path / "gguf"
     assert convert(adapter, llama_cpp, "--outtype", "f16") == 0
     script, words = seen(llama_cpp)
@@ -83,7 +81,7 @@ def test_an_adapter_is_converted_with_its_base(
     assert seen(llama_cpp)[1]["outtype"] == "bf16"
 
 
-def test_a_model_is_converted_alone(base: Path, tmp_path: Path, llama_cpp: Path) -> None:
+def test_a_model_is_converted_alone(base, tmp_path, llama_cpp):
     (tmp_path / "model").symlink_to(base, target_is_directory=True)
     assert convert(tmp_path / "model", llama_cpp) == 0
     script, words = seen(llama_cpp)
@@ -92,9 +90,7 @@ def test_a_model_is_converted_alone(base: Path, tmp_path: Path, llama_cpp: Path)
     assert (tmp_path / "gguf" / "Modelfile").read_text() == "FROM ./model.gguf\n"
 
 
-def test_a_base_of_the_hub_is_named_or_found_in_the_cache(
-    base: Path, tmp_path: Path, llama_cpp: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_of_the_hub_is_named_or_found_in_the_cache(base, tmp_path, llama_cpp, monkeypatch):
     config = save_adapter(base, tmp_path / "adapter") / "adapter_config.json"
     fields = json.loads(config.read_text())
     config.write_text(json.dumps({**fields, "base_model_name_or_path": "org/base"}))
@@ -127,8 +123,8 @@ def test_a_base_of_the_hub_is_named_or_found_in_the_cache(
     ],
 )
 def test_what_gguf_cannot_hold_is_refused_beforehand(
-    base: Path, tmp_path: Path, llama_cpp: Path, capsys: Any, settings: Any, said: str | None
-) -> None:
+    base, tmp_path, llama_cpp, capsys, settings, said
+):
     adapter = save_adapter(base, tmp_path / "adapter", **settings)
     assert convert(adapter, llama_cpp) == (0 if said is None else 2)
     assert (llama_cpp / "seen.json").exists() == (said is None)
@@ -139,9 +135,7 @@ def test_what_gguf_cannot_hold_is_refused_beforehand(
         assert not (tmp_path / "gguf").exists()
 
 
-def test_a_script_that_fails_leaves_nothing(
-    base: Path, tmp_path: Path, llama_cpp: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_fails_leaves_nothing(base, tmp_path, llama_cpp, capsys):
     adapter = save_adapter(base, tmp_path / "adapter")
     for content, code, said in (
         ("GGUF", 3, "ended with exit code 3"),
@@ -155,9 +149,7 @@ def test_a_script_that_fails_leaves_nothing(
         assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "llama.cpp"]
 
 
-def test_wrong_places_are_named(
-    base: Path, tmp_path: Path, llama_cpp: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_places_are_named(base, tmp_path, llama_cpp, capsys):
     def refused(*words: str) -> str:
         assert main(["export", "--output", str(tmp_path / "gguf"), *words]) == 2
         return capsys.readouterr().err

@@ -18,7 +18,7 @@ LENGTH, SEED = 16, 1234
 
 
 @pytest.fixture(scope="module")
-def core() -> Any:
+def core():
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.xdist_group("pool2")
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path):
     draw = np.random.default_rng(0)
     lengths = draw.integers(0, 40, 30).tolist()
     tokens = draw.integers(3, 320, sum(lengths), np.uint16)
@@ -41,7 +41,7 @@ def make(
     return Config.from_dict(pool.config(corpus.parent / output, cuts, **sections))
 
 
-def test_one_stage_and_two_equal_a_torch_loop(pool, llama, corpus) -> None:
+def test_one_stage_and_two_equal_a_torch_loop(pool, llama, corpus):
     one, two = (make(pool, llama, corpus, name, cuts) for name, cuts in (("1", []), ("2", [3])))
     for config in (one, two):
         train(config)
@@ -53,7 +53,7 @@ def test_one_stage_and_two_equal_a_torch_loop(pool, llama, corpus) -> None:
     assert len(evals(corpus.parent / "2")) == 3
 
 
-def test_a_resumed_run_goes_on_at_its_place(pool, llama, corpus) -> None:
+def test_a_resumed_run_goes_on_at_its_place(pool, llama, corpus):
     config = make(pool, llama, corpus, "run", [3])
     train(config)
     whole = read_metrics(corpus.parent / "run")

@@ -6,6 +6,6 @@ from hetero_framework.core.devices import Device
 
 
 @pytest.fixture
-def own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_memory(monkeypatch):
     """The CPU counts as a device with a memory of its own."""
     monkeypatch.setattr(Device, "one_memory", False)

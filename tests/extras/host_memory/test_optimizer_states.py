@@ -32,7 +32,7 @@ GROUP = 20_000
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     """Several groups in a small stage, and all states travel."""
     monkeypatch.setattr(optimizer_states, "STATES_GROUP_BYTES", GROUP)
     monkeypatch.setattr(optimizer_states, "_SMALL_BYTES", 0)
@@ -47,7 +47,7 @@ def largest(groups: list[list[torch.Tensor]]) -> int:
     return max(sum(8 * p.numel() + 512 for p in group) for group in groups)
 
 
-def test_the_ways_of_states_are_recorded() -> None:
+def test_the_ways_of_states_are_recorded():
     training = Training(config(offload_optimizer=True), Device())
     ways = []
     for step in range(2):
@@ -66,7 +66,7 @@ def states_of(training: Training) -> list[OptimizerStates]:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # no paged memory on a CPU
 @pytest.mark.parametrize("adapter", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_every_optimizer_gives_the_same_bits(optim: str, adapter: dict[str, Any]) -> None:
+def test_every_optimizer_gives_the_same_bits(optim, adapter):
     if "8bit" in optim or "paged" in optim:
         pytest.importorskip("bitsandbytes")
     settings = {"optim": optim, **ARGUMENTS.get(optim, {}), **adapter}
@@ -80,7 +80,7 @@ def test_every_optimizer_gives_the_same_bits(optim: str, adapter: dict[str, Any]
         assert hosts == {id(t) for t in kept if isinstance(t, torch.Tensor)}
 
 
-def test_host_memory_is_the_same_in_every_step() -> None:
+def test_host_memory_is_the_same_in_every_step():
     training = Training(config(offload_optimizer=True), Device())
     [states] = states_of(training)
     training.step(0)
@@ -93,7 +93,7 @@ def test_host_memory_is_the_same_in_every_step() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_the_device_has_three_groups_at_most(steps: int) -> None:
+def test_the_device_has_three_groups_at_most(steps):
     device = Watched()
     training = Training(config(offload_optimizer=True), device)
     for step in range(steps):
@@ -105,7 +105,7 @@ def test_the_device_has_three_groups_at_most(steps: int) -> None:
         assert nbytes <= 3 * largest(groups), stream
 
 
-def test_loading_brings_three_groups_at_most_to_the_device() -> None:
+def test_loading_brings_three_groups_at_most_to_the_device():
     parts = Training(config(offload_optimizer=True), Device())
     parts.step(0)
     device = Watched()
@@ -121,7 +121,7 @@ def test_loading_brings_three_groups_at_most_to_the_device() -> None:
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_8bit"])
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True)])
-def test_a_checkpoint_is_that_of_any_run(optim: str, before: bool, after: bool) -> None:
+def test_a_checkpoint_is_that_of_any_run(optim, before, after):
     if "8bit" in optim:
         pytest.importorskip("bitsandbytes")
     expected = Training(config([2], optim=optim), Device()).train(4)
@@ -136,7 +136,7 @@ def test_a_checkpoint_is_that_of_any_run(optim: str, before: bool, after: bool) 
     assert differences(expected, (losses, second.state())) == []
 
 
-def test_loaded_states_leave_the_device() -> None:
+def test_loaded_states_leave_the_device():
     weight = torch.nn.Parameter(torch.zeros(1000))
     weight.grad = torch.ones(1000)
     optimizer, states = torch.optim.AdamW([weight]), OptimizerStates(Device())
@@ -145,7 +145,7 @@ def test_loaded_states_leave_the_device() -> None:
     assert not states._leaving
 
 
-def test_a_snapshot_is_of_its_step_despite_later_steps() -> None:
+def test_a_snapshot_is_of_its_step_despite_later_steps():
     training = Training(config([2], offload_optimizer=True), Device())
     training.step(0)
     expected = training.state()
@@ -160,7 +160,7 @@ def test_a_snapshot_is_of_its_step_despite_later_steps() -> None:
     assert differences(([], expected), ([], found)) == []
 
 
-def test_a_snapshot_waits_for_states_that_return(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_waits_for_states_that_return(monkeypatch):
     training = Training(config(offload_optimizer=True), Device())
     training.step(0)
     [states], waited = states_of(training), list[str]()
@@ -169,7 +169,7 @@ def test_a_snapshot_waits_for_states_that_return(monkeypatch: pytest.MonkeyPatch
     assert waited
 
 
-def test_an_aborted_attempt_changes_no_state() -> None:
+def test_an_aborted_attempt_changes_no_state():
     training = Training(config([2], offload_optimizer=True), Device())
     training.step(0)
     before = training.state()
@@ -177,7 +177,7 @@ def test_an_aborted_attempt_changes_no_state() -> None:
     assert differences(([], before), ([], training.state())) == []
 
 
-def test_a_parameter_without_a_gradient_keeps_its_state() -> None:
+def test_a_parameter_without_a_gradient_keeps_its_state():
     device = Watched()
     training = Training(config(offload_optimizer=True), device)
     [stage] = training.stages
@@ -195,13 +195,13 @@ def test_a_parameter_without_a_gradient_keeps_its_state() -> None:
     assert unchanged == {key for key in before if key.endswith(f"/{name}")}
 
 
-def test_groups_keep_the_order_and_their_size() -> None:
+def test_groups_keep_the_order_and_their_size():
     sizes = [500, 1500, 600, 9000, 100, 100]
     groups = [[p.numel() for p in group] for group in in_groups(map(torch.zeros, sizes))]
     assert groups == [[500, 1500], [600], [9000], [100, 100]]
 
 
-def test_small_states_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_states_stay(monkeypatch):
     monkeypatch.setattr(optimizer_states, "_SMALL_BYTES", 1024)
     training = Training(config(offload_optimizer=True), Device())
     training.step(0)
@@ -210,7 +210,7 @@ def test_small_states_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(host.nbytes > 1024 for host in states._hosts.values())
 
 
-def test_a_step_in_two_halves_is_the_same() -> None:
+def test_a_step_in_two_halves_is_the_same():
     """As where a process is killed between them."""
     whole = Training(config(offload_optimizer=True), Device())
     halved = Training(config(offload_optimizer=True), Device())
@@ -231,9 +231,7 @@ def test_a_step_in_two_halves_is_the_same() -> None:
     assert differences((whole.step(0), whole.state()), (found, halved.state())) == []
 
 
-def test_host_memory_that_runs_out_is_told_as_that_of_the_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_host_memory_that_runs_out_is_told_as_that_of_the_machine(monkeypatch):
     training = Training(config(offload_optimizer=True), Device())
     training.device.name = "cuda:0"
 
@@ -266,7 +264,7 @@ class Changing(torch.optim.Optimizer):
             self.state[parameter]["sums"] = sums.to(other)
 
 
-def test_a_state_may_change_its_type_and_only_those_of_the_group_are_there() -> None:
+def test_a_state_may_change_its_type_and_only_those_of_the_group_are_there():
     parameters = [torch.nn.Parameter(torch.zeros(2000)) for _ in range(4)]
     optimizer, states = Changing(parameters), OptimizerStates(Device())
     for step in range(1, 4):
@@ -281,7 +279,7 @@ def test_a_state_may_change_its_type_and_only_those_of_the_group_are_there() -> 
     assert optimizer.seen == [0] * 4 + [1] * 8
 
 
-def test_states_that_others_have_put_there_count() -> None:
+def test_states_that_others_have_put_there_count():
     resident = Training(config(), Device())
     training = Training(config(offload_optimizer=True), Device())
     for one in (resident, training):
@@ -293,7 +291,7 @@ def test_states_that_others_have_put_there_count() -> None:
     assert differences(([], resident.state()), ([], training.state())) == []
 
 
-def test_what_is_not_worth_it_or_no_plain_tensor_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_worth_it_or_no_plain_tensor_stays(monkeypatch):
     monkeypatch.setattr(optimizer_states, "_SMALL_BYTES", 1024)
     parameter, paged = torch.zeros(600), torch.zeros(600)
     paged.is_paged = True  # type: ignore[attr-defined]

@@ -13,14 +13,12 @@ from hetero_framework.models.verify import equivalence
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3n_text", "gpt_oss", "data2vec-text"])
-def test_architectures_with_side_tensors_experts_or_other_norms_pass(name: str) -> None:
+def test_architectures_with_side_tensors_experts_or_other_norms_pass(name):
     assert residence.try_streaming(tiny_config(name)) == ""
 
 
 @pytest.mark.parametrize("recomputed", [0, 2])
-def test_layers_that_are_overwritten_too_early_are_seen(
-    recomputed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_are_overwritten_too_early_are_seen(recomputed, monkeypatch):
     """Also where they are only in the last run, the second one whose layers are computed again."""
     use, recompute, runs = StreamedLayers._use, Shard.recompute_blocks, list[Shard]()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +14,12 @@ from hetero_framework.core.devices import Device, Memory
 from hetero_framework.errors import PlanError
 from hetero_framework.security.access import LOOPBACK_ONLY
 from hetero_framework.trainer.coordinator import train
-from tests.alone import Alone
 from tests.installed import needs
 from tests.samples import save_llama
 
 
 @pytest.fixture
-def adapted(alone: Alone, tmp_path: Path) -> Alone:
+def adapted(alone, tmp_path):
     model = save_llama(tmp_path / "model", hidden_size=128)
 
     def config(name: str, offload: int | str, **training: Any) -> Config:
@@ -48,9 +46,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, free: int, host: int = 1 << 40) -> 
     monkeypatch.setattr(Device, "host_free", host)
 
 
-def test_a_run_streams_as_few_layers_as_it_takes(
-    adapted: Alone, own_memory: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_run_streams_as_few_layers_as_it_takes(adapted, own_memory, monkeypatch, capsys):
     plain, streamed = adapted("plain", 0), adapted("streamed", "auto")
     limited(monkeypatch, 1 << 40)
     train(plain)
@@ -70,17 +66,15 @@ def test_a_run_streams_as_few_layers_as_it_takes(
 
 
 def test_a_run_that_needs_more_host_memory_than_there_is_is_refused(
-    adapted: Alone, own_memory: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    adapted, own_memory, monkeypatch
+):
     limited(monkeypatch, 1 << 40, host=10)
     with pytest.raises(PlanError, match="the coordinator has 10 B of host memory free, 2 MiB"):
         train(adapted("run", 4))
 
 
 @needs("talking")
-def test_a_model_that_is_talked_to_streams_its_layers_too(
-    adapted: Alone, own_memory: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_talked_to_streams_its_layers_too(adapted, own_memory, monkeypatch):
     from hetero_framework.extras.talking.result_model import Talk
 
     def answer(offload: int | str) -> tuple[str, int | str]:

@@ -35,7 +35,7 @@ def run(output: Path, llama: Path, texts: Path, offload: int, **training: Any) -
 
 
 @pytest.fixture(scope="module")
-def whole(llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(llama, texts, tmp_path_factory):
     """The undisturbed run that holds everything."""
     output = tmp_path_factory.mktemp("whole") / "run"
     train(run(output, llama, texts, 0, gradient_checkpointing=True))
@@ -43,8 +43,8 @@ def whole(llama: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_a_worker_that_is_killed_in_a_backward_comes_back_with_its_layers(
-    llama: Path, texts: Path, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    llama, texts, tmp_path, whole, monkeypatch
+):
     monkeypatch.setenv("HETERO_FAILPOINT", "worker-1/backward@4")
     monkeypatch.setenv("HETERO_FAILPOINT_ONCE", str(tmp_path))
     notes = Notes()
@@ -54,9 +54,7 @@ def test_a_worker_that_is_killed_in_a_backward_comes_back_with_its_layers(
     assert_same(weights(tmp_path / "run"), weights(whole))
 
 
-def test_a_run_goes_on_with_other_tensors_in_host_memory(
-    llama: Path, texts: Path, tmp_path: Path, whole: Path
-) -> None:
+def test_a_run_goes_on_with_other_tensors_in_host_memory(llama, texts, tmp_path, whole):
     output = tmp_path / "run"
     train(run(output, llama, texts, 4, **AWAY, **SAVED))
     for offload, away in ((6, {}), (0, AWAY)):

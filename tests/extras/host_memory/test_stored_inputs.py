@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ def inputs_of(training: Training) -> list[StoredInputs]:
 
 @pytest.mark.parametrize("adapter", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
-def test_every_cut_gives_the_same_bits(cuts: Sequence[int], adapter: dict[str, Any]) -> None:
+def test_every_cut_gives_the_same_bits(cuts, adapter):
     resident = Training(config(cuts, **AGAIN, **adapter), Device())
     offloaded = Training(config(cuts, **OFFLOADING, **adapter), Device())
     for step, tokens in enumerate((20, 9, 31)):
@@ -45,14 +44,14 @@ def test_every_cut_gives_the_same_bits(cuts: Sequence[int], adapter: dict[str, A
     [{"bf16": True, "loss_chunk_tokens": 16}, {"torch_compile_backend": "eager"}],
     ids=str,
 )
-def test_other_ways_of_computing_give_the_same_bits(settings: dict[str, Any]) -> None:
+def test_other_ways_of_computing_give_the_same_bits(settings):
     resident = Training(config([3], **AGAIN, **settings), Device()).train()
     offloaded = Training(config([3], **OFFLOADING, **settings), Device()).train()
     assert differences(resident, offloaded) == []
 
 
 @pytest.mark.parametrize("adapter", [{}, LORA], ids=["full", "lora"])
-def test_one_tensor_of_a_layer_leaves_and_comes_back(adapter: dict[str, Any]) -> None:
+def test_one_tensor_of_a_layer_leaves_and_comes_back(adapter):
     """Not the received one, which is kept anyway, nor the last layer's, whose backward follows."""
     device = Watched()
     Training(config([2, 4], **OFFLOADING, **adapter), device).step(0, micro_batches=5)
@@ -61,7 +60,7 @@ def test_one_tensor_of_a_layer_leaves_and_comes_back(adapter: dict[str, Any]) ->
     assert device.copies["inputs in"] <= 5 * 3
 
 
-def test_what_is_still_there_is_not_fetched() -> None:
+def test_what_is_still_there_is_not_fetched():
     device = Watched()
     training = Training(config(**OFFLOADING), device)
     training.step(0, micro_batches=5)
@@ -69,7 +68,7 @@ def test_what_is_still_there_is_not_fetched() -> None:
     assert training.visits() == device.copies
 
 
-def test_the_device_holds_few_at_once() -> None:
+def test_the_device_holds_few_at_once():
     device = Watched()
     Training(config([4], **OFFLOADING), device).step(0, micro_batches=6)
     # On their way out, and the one that the layer computes with; then one in use, one to come.
@@ -77,7 +76,7 @@ def test_the_device_holds_few_at_once() -> None:
     assert device.most["inputs in"][0] <= 4
 
 
-def test_all_are_on_their_way_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_are_on_their_way_before_they_are_needed(monkeypatch):
     taken: list[tuple[tuple[int, int], bool]] = []
     take = StoredInputs._take
 
@@ -93,7 +92,7 @@ def test_all_are_on_their_way_before_they_are_needed(monkeypatch: pytest.MonkeyP
     assert [at for at, was_there in taken if not was_there] == []
 
 
-def test_host_memory_is_used_again() -> None:
+def test_host_memory_is_used_again():
     training = Training(config([3], **OFFLOADING), Device())
     sizes = []
     for step in range(3):
@@ -104,7 +103,7 @@ def test_host_memory_is_used_again() -> None:
     assert [len(inputs._free[5120]) for inputs in inputs_of(training)] == [6, 1]
 
 
-def test_a_layer_that_runs_twice_and_another_layout_stay_on_the_device() -> None:
+def test_a_layer_that_runs_twice_and_another_layout_stay_on_the_device():
     device = Watched()
     inputs = StoredInputs(device, FIRST)
     first, second, turned = (torch.rand(3, 3).requires_grad_() for _ in range(3))
@@ -120,7 +119,7 @@ def test_a_layer_that_runs_twice_and_another_layout_stay_on_the_device() -> None
         assert torch.equal(leaf.grad, factor * torch.exp(leaf.detach() * factor))  # type: ignore[arg-type]
 
 
-def test_nothing_comes_back_before_the_task_in_front_of_its_backward() -> None:
+def test_nothing_comes_back_before_the_task_in_front_of_its_backward():
     device = Watched()
     inputs = StoredInputs(device, FIRST)
     leaf = torch.rand(3, 3).requires_grad_()
@@ -143,7 +142,7 @@ def test_nothing_comes_back_before_the_task_in_front_of_its_backward() -> None:
     assert device.copies["inputs in"] == 4
 
 
-def test_an_input_that_its_layer_changes_is_refused() -> None:
+def test_an_input_that_its_layer_changes_is_refused():
     [inputs] = inputs_of(Training(config(**OFFLOADING), Device()))
     hidden = torch.ones(4).requires_grad_() * 1.0
 
@@ -158,7 +157,7 @@ def test_an_input_that_its_layer_changes_is_refused() -> None:
 
 
 @pytest.mark.parametrize("tasks", range(1, 12))
-def test_an_aborted_attempt_leaves_nothing(tasks: int) -> None:
+def test_an_aborted_attempt_leaves_nothing(tasks):
     whole = Training(config([2, 4], **OFFLOADING), Device())
     training = Training(config([2, 4], **OFFLOADING), Device())
     training.step(0, tasks=tasks)
@@ -170,7 +169,7 @@ def test_an_aborted_attempt_leaves_nothing(tasks: int) -> None:
         assert again._memory.nbytes == inputs._memory.nbytes
 
 
-def test_with_streamed_layers_and_states_the_bits_are_the_same() -> None:
+def test_with_streamed_layers_and_states_the_bits_are_the_same():
     resident = Training(config([3], **AGAIN, **LORA), Device()).train()
     everything = {**OFFLOADING, "offload_optimizer": True}
     training = Training(config([3], {"offload": 2}, **everything, **LORA), Device())

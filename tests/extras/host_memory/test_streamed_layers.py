@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +64,7 @@ def layers_of(stage: Stage) -> StreamedLayers:
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Made:
+def stored(tmp_path):
     """Configurations of a model on disk in one stage, with settings of both."""
     save_llama(tmp_path / "model", layers=LAYERS)
 
@@ -77,7 +76,7 @@ def stored(tmp_path: Path) -> Made:
 
 
 @pytest.mark.parametrize("case", seldom(CASES, "dora", "a norm trained beside", "loss in chunks"))
-def test_a_stage_with_streamed_layers_has_the_bits_of_one_with_everything(case: str) -> None:
+def test_a_stage_with_streamed_layers_has_the_bits_of_one_with_everything(case):
     right = None
     for offloads in ([0, 0], [3, 4], [2, 1]):
         entries = ({"end": 3, "offload": offloads[0]}, {"end": LAYERS, "offload": offloads[1]})
@@ -91,7 +90,7 @@ def test_a_stage_with_streamed_layers_has_the_bits_of_one_with_everything(case: 
             assert (layers_of(stage).misses if offload else 0) == 0
 
 
-def test_only_layers_that_are_not_there_are_copied() -> None:
+def test_only_layers_that_are_not_there_are_copied():
     stage, *_ = stages = load(configuration(({"end": LAYERS, "offload": 6},), adapter=LORA))
     train(stages, steps=1, micro_batches=3)
     # Of six layers two are in their slots when the direction turns, and when a task ends. The
@@ -105,7 +104,7 @@ def test_only_layers_that_are_not_there_are_copied() -> None:
     assert layers_of(stage).misses == 0
 
 
-def test_layers_with_a_slot_for_each_are_copied_once() -> None:
+def test_layers_with_a_slot_for_each_are_copied_once():
     upper = {**LORA, "layers_to_transform": [5, 6]}  # below them forwards follow one another
     entries = ({"end": 5, "offload": 3}, {"end": LAYERS})
     stage, *_ = stages = load(configuration(entries, adapter=upper))
@@ -113,7 +112,7 @@ def test_layers_with_a_slot_for_each_are_copied_once() -> None:
     assert Counter(kind for kind, *_ in stage.residence.transfers())[WEIGHTS] == 3
 
 
-def test_a_layer_that_nobody_expected_is_fetched_and_counted() -> None:
+def test_a_layer_that_nobody_expected_is_fetched_and_counted():
     stage, *_ = load(configuration(({"end": LAYERS, "offload": 6},), adapter=LORA))
     layers = layers_of(stage)
     layers._use(5)
@@ -122,7 +121,7 @@ def test_a_layer_that_nobody_expected_is_fetched_and_counted() -> None:
     assert layers.misses == 1
 
 
-def test_the_first_layers_come_while_the_head_evaluates() -> None:
+def test_the_first_layers_come_while_the_head_evaluates():
     stage, *_ = load(configuration(({"end": LAYERS, "offload": 6},), adapter=LORA))
     ids, layers = torch.arange(20).view(1, 20), layers_of(stage)
     inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
@@ -133,7 +132,7 @@ def test_the_first_layers_come_while_the_head_evaluates() -> None:
 
 
 @pytest.mark.parametrize(("used", "in_turn"), [([0, 1], 1), ([0, 4, 5], 2)], ids=str)
-def test_a_layer_stays_until_its_backward_is_done(used: list[int], in_turn: int) -> None:
+def test_a_layer_stays_until_its_backward_is_done(used, in_turn):
     """A received hidden state, a leaf, is done before the side tensor; and where the model leaves
     out layers, the one before them is there when the one behind them is done."""
     blocks = [nn.Linear(3, 3).requires_grad_(requires_grad=False) for _ in range(used[-1] + 1)]
@@ -160,23 +159,21 @@ def test_a_layer_stays_until_its_backward_is_done(used: list[int], in_turn: int)
     assert same(gradients(layers), right)
 
 
-def test_a_device_that_shares_the_machines_memory_holds_everything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_device_that_shares_the_machines_memory_holds_everything(monkeypatch):
     """A run is refused before anything is loaded."""
     monkeypatch.undo()  # what `own_memory` did
     [stage] = load(configuration(({"end": LAYERS, "offload": 4},), adapter=LORA))
     assert not isinstance(stage.residence, HostMemory)
 
 
-def test_layers_that_are_trained_are_refused() -> None:
+def test_layers_that_are_trained_are_refused():
     model = {"from_config": {**MODEL, "attention_bias": True}}
     adapter = {**LORA, "bias": "all"}
     with pytest.raises(ConfigError, match=r'only frozen layers can stay .* adapter\.bias "all"'):
         configuration(({"end": LAYERS, "offload": 4},), model=model, adapter=adapter)
 
 
-def test_a_checkpoint_streams_and_its_resident_layers_are_reused(stored: Made) -> None:
+def test_a_checkpoint_streams_and_its_resident_layers_are_reused(stored):
     right = train(load(stored()))
     first = load(stored(offload=4))
     assert same(train(first), right)
@@ -187,7 +184,7 @@ def test_a_checkpoint_streams_and_its_resident_layers_are_reused(stored: Made) -
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
-def test_quantised_layers_visit_with_their_statistics(quantization: str, stored: Made) -> None:
+def test_quantised_layers_visit_with_their_statistics(quantization, stored):
     model = {"quantization": quantization}
     right, stages = train(load(stored(model))), load(stored(model, offload=6))
     assert same(train(stages), right)
@@ -214,7 +211,7 @@ def held_bytes(stage: Stage) -> int:
 
 
 @pytest.mark.parametrize("offload", [0, 2, 4, 5, 6, 7])
-def test_a_stage_holds_the_bytes_that_are_told(offload: int) -> None:
+def test_a_stage_holds_the_bytes_that_are_told(offload):
     config = configuration(({"end": 7, "offload": offload},), adapter=LORA, model=WIDE)
     config = config.with_changes(coordinator={"ip": "127.0.0.1", "device": "cuda:0"})
     model = ModelSource.of(config).config
@@ -225,7 +222,7 @@ def test_a_stage_holds_the_bytes_that_are_told(offload: int) -> None:
         assert sum(layer.nbytes for layer in layers_of(stage)._layers) == told.host
 
 
-def test_a_weight_that_is_not_in_one_piece_stays() -> None:
+def test_a_weight_that_is_not_in_one_piece_stays():
     block = nn.Linear(3, 2)
     block.weight.data = torch.rand(3, 2).t()
     layer = HostLayer(Device(), block)
@@ -233,7 +230,7 @@ def test_a_weight_that_is_not_in_one_piece_stays() -> None:
     assert block.weight.shape == (2, 3)
 
 
-def test_layers_that_are_computed_again_to_their_end_stay_until_their_backward() -> None:
+def test_layers_that_are_computed_again_to_their_end_stay_until_their_backward():
     again = {"adapter": LORA, "training": {"gradient_checkpointing": True}}
     with set_checkpoint_early_stop(False):
         right, found = (
@@ -243,7 +240,7 @@ def test_layers_that_are_computed_again_to_their_end_stay_until_their_backward()
     assert same(found, right)
 
 
-def test_slots_are_freed_when_a_stage_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_are_freed_when_a_stage_is_taken_apart(monkeypatch):
     """Once the copies are over, those that have failed too, and their thread."""
     config = configuration(({"end": LAYERS, "offload": 6},), adapter=LORA)
     stages = load(config)
@@ -265,7 +262,7 @@ def test_slots_are_freed_when_a_stage_is_taken_apart(monkeypatch: pytest.MonkeyP
     assert next(iter(kept._of.values())).blocks.keys() == {3}
 
 
-def test_a_layer_that_could_not_be_read_is_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_could_not_be_read_is_fetched_again(monkeypatch):
     """The step is done again, after a lack of memory say: its slot has another layer's weights."""
     config = configuration(({"end": LAYERS, "offload": 6},), adapter=LORA)
     whole, stages = load(config), load(config)
@@ -289,9 +286,7 @@ def test_a_layer_that_could_not_be_read_is_fetched_again(monkeypatch: pytest.Mon
     assert same(train(stages, steps=1, first=1), train(whole, steps=1, first=1))
 
 
-def test_what_is_longer_than_its_buffers_comes_whole_and_the_thread_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_longer_than_its_buffers_comes_whole_and_the_thread_ends(monkeypatch):
     monkeypatch.setattr(streamed_layers, "_BUFFER_BYTES", 1000)
     before = threading.active_count()
     device = Watched()
@@ -308,7 +303,7 @@ def test_what_is_longer_than_its_buffers_comes_whole_and_the_thread_ends(
     assert threading.active_count() == before
 
 
-def test_an_error_reaches_the_thread_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_reaches_the_thread_that_waits(monkeypatch):
     monkeypatch.setattr(streamed_layers, "_LONGEST_S", 20.0)
     feeding = Feeder(Device())
     short, long = torch.zeros(4, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8)
@@ -317,7 +312,7 @@ def test_an_error_reaches_the_thread_that_waits(monkeypatch: pytest.MonkeyPatch)
     feeding.close()
 
 
-def test_a_disk_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_hangs_is_named(monkeypatch):
     monkeypatch.setattr(streamed_layers, "_LONGEST_S", 0.01)
     with pytest.raises(HeteroError, match="could not be read"):
         streamed_layers.ends_of(Future())

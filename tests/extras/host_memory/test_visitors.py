@@ -26,7 +26,7 @@ class Pinning(Device):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.where)
 
 
-def test_tensors_share_pieces_and_no_byte() -> None:
+def test_tensors_share_pieces_and_no_byte():
     memory = HostTensors(Pinning(1 << 30))
     sizes = [300_000, 20_480, 540_000, 1, 100_000, 540_000, 700_000, 4096]
     taken = [memory.take(size) for size in sizes]
@@ -38,7 +38,7 @@ def test_tensors_share_pieces_and_no_byte() -> None:
     assert sum(sizes) <= memory.nbytes <= sum(sizes) + 512 * len(sizes)
 
 
-def test_little_is_lost_to_powers_of_two() -> None:
+def test_little_is_lost_to_powers_of_two():
     device = Pinning(1 << 40)
     memory = HostTensors(device)
     for _ in range(100):
@@ -49,7 +49,7 @@ def test_little_is_lost_to_powers_of_two() -> None:
     assert device.taken == 4 << 30
 
 
-def test_what_cannot_be_pinned_is_plain_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_pinned_is_plain_and_said(caplog):
     device = Pinning(1 << 20)
     memory = HostTensors(device)
     assert len(memory.take(200_000)) == 200_000
@@ -67,9 +67,7 @@ def test_what_cannot_be_pinned_is_plain_and_said(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize(("limit", "plain"), [(1 << 20, 0), (1 << 16, 34_464), (0, 100_000)])
-def test_pieces_have_each_byte_once_and_as_many_pinned_as_there_may_be(
-    limit: int, plain: int
-) -> None:
+def test_pieces_have_each_byte_once_and_as_many_pinned_as_there_may_be(limit, plain):
     device = Pinning(limit)
     pieces, unpinned = in_pieces(device, 100_000)
     assert (device.taken, unpinned) == (min(limit, 1 << 17), plain)

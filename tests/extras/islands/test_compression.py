@@ -38,7 +38,7 @@ def quantum(change: Tensor, kind: Kind) -> Tensor:
     return scale.flatten()[: change.numel()].view(change.shape)
 
 
-def test_uncompressed_changes_arrive_as_they_are() -> None:
+def test_uncompressed_changes_arrive_as_they_are():
     way, change = Compression("none"), changes(0)
     packed = way.pack(change)
     assert torch.equal(received(packed, change, "none"), change["w"])
@@ -49,7 +49,7 @@ def test_uncompressed_changes_arrive_as_they_are() -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 @given(scales=st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=20))
-def test_all_changes_are_sent_up_to_one_quantum(kind: Kind, scales: list[float]) -> None:
+def test_all_changes_are_sent_up_to_one_quantum(kind, scales):
     way = Compression(kind)
     meant, sent = torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(SHAPE, dtype=torch.float64)
     for seed, scale in enumerate(scales):
@@ -63,7 +63,7 @@ def test_all_changes_are_sent_up_to_one_quantum(kind: Kind, scales: list[float])
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_error_feedback_sends_small_changes_in_the_end(kind: Kind) -> None:
+def test_error_feedback_sends_small_changes_in_the_end(kind):
     small = torch.tensor([1.0, 0.003])
     way, alone = Compression(kind), torch.zeros(2)
     total = torch.zeros(2)
@@ -76,7 +76,7 @@ def test_error_feedback_sends_small_changes_in_the_end(kind: Kind) -> None:
         assert alone[1] == 0.0  # without what was fed back
 
 
-def test_error_feedback_changes_only_on_commit() -> None:
+def test_error_feedback_changes_only_on_commit():
     way, change = Compression("int8"), changes(0)
     first = way.pack(change)
     assert way.lost == {}
@@ -92,7 +92,7 @@ def test_error_feedback_changes_only_on_commit() -> None:
     )
 
 
-def test_int8_takes_less_than_a_byte_for_each_value() -> None:
+def test_int8_takes_less_than_a_byte_for_each_value():
     """Of values like those of a normal distribution; DiLoCo with 100 steps in a round then sends
     less than 1/400 of what a gradient in float32 takes in each of them."""
     change = {"w": torch.randn(200_000, generator=torch.Generator().manual_seed(0))}
@@ -102,7 +102,7 @@ def test_int8_takes_less_than_a_byte_for_each_value() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(0,), (), (1,), (2, 0)])
-def test_empty_and_single_values_travel_too(kind: Kind, shape: tuple[int, ...]) -> None:
+def test_empty_and_single_values_travel_too(kind, shape):
     change = {"w": torch.full(shape, 0.5)}
     assert torch.allclose(received(Compression(kind).pack(change), change, kind), change["w"], 1e-2)
 
@@ -112,7 +112,7 @@ def deflated(numbers: bytes) -> Tensor:
     return torch.frombuffer(bytearray(coder.compress(numbers) + coder.flush()), dtype=torch.uint8)
 
 
-def test_malformed_parts_of_another_island_are_refused() -> None:
+def test_malformed_parts_of_another_island_are_refused():
     change = {"w": torch.ones(4)}
     good = Compression("int8").pack(change)["w"]
     bomb = deflated(b"\0" * 50_000_000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,14 +12,11 @@ from hetero_framework.extras.islands import lighthouse
 from tests.extras.islands.helpers import StandIn, serving, train_islands
 from tests.integration.test_examples import EXAMPLES
 from tests.integration.test_parity import assert_same, weights
-from tests.pools import Pool
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
 
-def test_islands_of_the_example_train_one_model(
-    pool: Pool, llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_islands_of_the_example_train_one_model(pool, llama, texts, tmp_path, monkeypatch):
     monkeypatch.setattr(lighthouse, "SETTLE_S", 0.0)
     monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", LinkDeadlines())
     example = json.loads((EXAMPLES / "island.json").read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
@@ -61,9 +61,7 @@ def at(step: int, lineage: str = "", *, trains=False, done=False, run="", **fact
         ({"a": at(0, data="other"), "b": at(0), "c": at(0)}, "b", "ac"),
     ],
 )  # fmt: skip
-def test_source_and_members_behind_follow_from_positions(
-    positions: dict[str, Position], source: str, others: str
-) -> None:
+def test_source_and_members_behind_follow_from_positions(positions, source, others):
     assert source_of(positions) == source
     assert behind(positions, source) == list(others)
     said = {name: Position.of(position.as_info()) for name, position in positions.items()}
@@ -71,7 +69,7 @@ def test_source_and_members_behind_follow_from_positions(
     assert source_of(dict(reversed(positions.items()))) == source
 
 
-def test_positions_agree_after_the_same_commits_alone() -> None:
+def test_positions_agree_after_the_same_commits_alone():
     begun = at(0, "seed")
     one, same = begun.after_commit(1, VIEW), begun.after_commit(1, VIEW)
     assert one == same
@@ -89,7 +87,7 @@ def test_positions_agree_after_the_same_commits_alone() -> None:
         {"facts": 3}, {"says": "auto"}, {"facts": [1]},
     ],
 )  # fmt: skip
-def test_an_invalid_position_is_refused(change: dict[str, Any]) -> None:
+def test_an_invalid_position_is_refused(change):
     with pytest.raises(ProtocolError, match="sends no position"):
         Position.of({**at(0).as_info(), **change})
     missing = at(0).as_info()
@@ -162,7 +160,7 @@ Open = Callable[..., Island]
 
 
 @pytest.fixture
-def start(quick_ticks: None) -> Iterator[Open]:
+def start(quick_ticks):
     with ExitStack() as stack:
 
         def opened(
@@ -195,14 +193,14 @@ def joined(positions: dict[Island, Position], views: int = 1) -> list[SessionSta
     return [found.result(WAIT_S) for found in asked]
 
 
-def test_all_members_choose_the_same_source(start: Open) -> None:
+def test_all_members_choose_the_same_source(start):
     islands = {start("a"): at(0), start("b"): at(3, "x", trains=True), start("c"): at(3, "y")}
     for found in joined(islands):
         assert found.session.members == ("a", "b", "c")
         assert (found.source, found.behind) == ("b", ("a", "c"))
 
 
-def test_fewer_than_min_islands_wait_and_say_so(start: Open, logged: list[str]) -> None:
+def test_fewer_than_min_islands_wait_and_say_so(start, logged):
     a, b = start("a", 2), start("b", 2)
     waiting = a.joins(at(0))
     a.answers.put(view_of(a))
@@ -215,7 +213,7 @@ def test_fewer_than_min_islands_wait_and_say_so(start: Open, logged: list[str]) 
     assert sum("1 island here, 2 are wanted" in line for line in logged) == 1
 
 
-def test_a_differing_island_is_told_the_setting_and_the_others_go_on(start: Open) -> None:
+def test_a_differing_island_is_told_the_setting_and_the_others_go_on(start):
     a, b, c = start("a"), start("b"), start("c")
     show(a, b, c)
     odd = a.joins(at(0, **{**FACTS, "data": "other"}))
@@ -233,7 +231,7 @@ def test_a_differing_island_is_told_the_setting_and_the_others_go_on(start: Open
     assert [found.result(WAIT_S).session.members for found in asked] == [("b", "c")] * 2
 
 
-def test_a_newcomer_with_other_settings_does_not_stop_the_group(start: Open) -> None:
+def test_a_newcomer_with_other_settings_does_not_stop_the_group(start):
     a, b = start("a"), start("b")
     show(a, b)
     new, old = a.joins(at(50, data="other")), b.joins(at(3, "x", trains=True))
@@ -242,7 +240,7 @@ def test_a_newcomer_with_other_settings_does_not_stop_the_group(start: Open) -> 
     assert old.result(WAIT_S).source == "b"
 
 
-def test_members_stay_while_the_lighthouse_is_away(start: Open, logged: list[str]) -> None:
+def test_members_stay_while_the_lighthouse_is_away(start, logged):
     a, b = start("a"), start("b")
     joined({a: at(0), b: at(0)}, views=2)
     for trouble in (NetworkError("no lighthouse"), PeerAwayError("nobody asks")):
@@ -253,9 +251,7 @@ def test_members_stay_while_the_lighthouse_is_away(start: Open, logged: list[str
 
 
 @pytest.mark.parametrize("error", [NetworkError("it is gone"), PeerAwayError("they are late")])
-def test_joining_waits_for_a_lighthouse_that_has_gone_away(
-    error: HeteroError, start: Open, logged: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joining_waits_for_a_lighthouse_that_has_gone_away(error, start, logged, monkeypatch):
     monkeypatch.setattr(module, "_RETRY_S", 0.0)
     a = start("a")
     joined({a: at(0)})
@@ -268,14 +264,14 @@ def test_joining_waits_for_a_lighthouse_that_has_gone_away(
 @pytest.mark.parametrize(
     "error", [IdentityError("wrong keys"), NetworkError("nobody"), ConfigError("two of one name")]
 )
-def test_a_run_that_cannot_begin_ends_with_why(error: HeteroError, start: Open) -> None:
+def test_a_run_that_cannot_begin_ends_with_why(error, start):
     a = start("a")
     a.answers.put(error)
     with pytest.raises(type(error), match=error.message):
         a.joins(at(0)).result(WAIT_S)
 
 
-def test_keys_that_count_no_more_end_the_wait_for_others(start: Open) -> None:
+def test_keys_that_count_no_more_end_the_wait_for_others(start):
     a = start("a")
     a.answers.put(view_of(a), IdentityError("its certificate was revoked"))
     a.joins(at(0)).result(WAIT_S)
@@ -283,7 +279,7 @@ def test_keys_that_count_no_more_end_the_wait_for_others(start: Open) -> None:
         a.joins(at(0)).result(WAIT_S)
 
 
-def test_a_newcomer_joins_before_the_next_step(start: Open) -> None:
+def test_a_newcomer_joins_before_the_next_step(start):
     a, b, c = start("a"), start("b"), start("c")
     joined({a: at(0), b: at(0)}, views=2)
     assert a.group.stay()
@@ -297,7 +293,7 @@ def test_a_newcomer_joins_before_the_next_step(start: Open) -> None:
         assert found.result(WAIT_S).behind == ("c",)
 
 
-def test_members_that_are_not_answered_go_on_without_waiting(start: Open) -> None:
+def test_members_that_are_not_answered_go_on_without_waiting(start):
     """What they have asked is answered when the lighthouse is there again."""
     a, b = start("a"), start("b")
     joined({a: at(0), b: at(0)})
@@ -310,7 +306,7 @@ def test_members_that_are_not_answered_go_on_without_waiting(start: Open) -> Non
     assert not a.group.stay()
 
 
-def test_all_members_that_have_joined_ask_for_the_next_view(start: Open) -> None:
+def test_all_members_that_have_joined_ask_for_the_next_view(start):
     """Who waited for the others has asked already, and would lag behind them from step to step."""
     a, b = start("a"), start("b")
     show(a, b)
@@ -322,9 +318,7 @@ def test_all_members_that_have_joined_ask_for_the_next_view(start: Open) -> None
     assert b.answers.asked == 2
 
 
-def test_a_meeting_to_which_not_all_come_ends_with_the_next_view(
-    start: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_meeting_to_which_not_all_come_ends_with_the_next_view(start, monkeypatch):
     """One member has died or waits for the next view: it would dial, or be dialled."""
     monkeypatch.setattr(module, "_MEET_S", 2 * WAIT_S)
     for here, away in (("a", "b"), ("d", "c")):
@@ -337,7 +331,7 @@ def test_a_meeting_to_which_not_all_come_ends_with_the_next_view(
         assert waiting.result(WAIT_S).session.members == (here,)
 
 
-def test_a_newcomer_waits_until_the_others_finish_their_step(start: Open) -> None:
+def test_a_newcomer_waits_until_the_others_finish_their_step(start):
     a, b = start("a"), start("b")
     show(a, b)
     early = b.joins(at(0))
@@ -349,7 +343,7 @@ def test_a_newcomer_waits_until_the_others_finish_their_step(start: Open) -> Non
     b.answers.until_asked(3)
 
 
-def test_a_view_that_came_before_a_member_was_lost_is_used(start: Open) -> None:
+def test_a_view_that_came_before_a_member_was_lost_is_used(start):
     """Else who dropped it and who did not would wait for each other."""
     a, b = start("a"), start("b")
     first = joined({a: at(0), b: at(0)}, views=2)
@@ -362,7 +356,7 @@ def test_a_view_that_came_before_a_member_was_lost_is_used(start: Open) -> None:
     assert [found.result(WAIT_S).session.members for found in asked] == [("a", "b")] * 2
 
 
-def test_check_ends_the_waiting_for_others(start: Open) -> None:
+def test_check_ends_the_waiting_for_others(start):
     class Stop(Exception): ...
 
     stop = threading.Event()
@@ -386,7 +380,7 @@ class Unsaid(Position):
         return {}
 
 
-def test_an_island_without_a_position_ends_and_the_others_go_on(start: Open) -> None:
+def test_an_island_without_a_position_ends_and_the_others_go_on(start):
     a, b, c = start("a"), start("b"), start("c")
     show(a, b, c)
     asked = [one.joins(at(0)) for one in (a, c)]
@@ -405,7 +399,7 @@ def test_an_island_without_a_position_ends_and_the_others_go_on(start: Open) -> 
 # -- the end
 
 
-def test_an_island_that_joins_after_the_end_is_told(start: Open) -> None:
+def test_an_island_that_joins_after_the_end_is_told(start):
     """A former member is known by the run; a new one is told if they finished on its way."""
     a, b, c, other = start("a"), start("b"), start("c"), start("d")
     done = at(9, "x", run="1")
@@ -433,13 +427,13 @@ def test_an_island_that_joins_after_the_end_is_told(start: Open) -> None:
         assert one.joins(position).result(WAIT_S).source == one.links.member.name
 
 
-def test_the_final_state_is_given_below_min_islands_too(start: Open) -> None:
+def test_the_final_state_is_given_below_min_islands_too(start):
     a, b = start("a", 3), start("b", 3)
     found = joined({a: at(8, "x", trains=True), b: at(9, "y", trains=True, done=True)})
     assert [(one.source, one.behind) for one in found] == [("b", ("a",))] * 2
 
 
-def test_too_few_islands_end_after_a_while(start: Open) -> None:
+def test_too_few_islands_end_after_a_while(start):
     a = start("a", 2, wait_s=0.1)
     a.answers.put(view_of(a), view_of(a))
     with pytest.raises(PeerAwayError, match=r"of the 2 islands .* there were 1 island for 0 s: a"):

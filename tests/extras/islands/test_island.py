@@ -20,7 +20,7 @@ def with_island(**settings: Any) -> dict[str, Any]:
     return {**FULL, "island": {**ISLAND, **settings}}
 
 
-def test_every_setting_of_the_contract_is_there_and_comes_back() -> None:
+def test_every_setting_of_the_contract_is_there_and_comes_back():
     streaming = {
         "min_islands": 1, "sync_steps": 20, "warmup_steps": 5, "method": "diloco", "fragments": 2,
         "delay_steps": 2, "mixing": 0.5, "compression": "none", "outer_learning_rate": 0.7,
@@ -31,7 +31,7 @@ def test_every_setting_of_the_contract_is_there_and_comes_back() -> None:
     assert Config.from_dict(config.to_dict()) == config
 
 
-def test_name_and_lighthouse_are_enough_and_mean_a_sum_in_every_step() -> None:
+def test_name_and_lighthouse_are_enough_and_mean_a_sum_in_every_step():
     island = Config.from_dict(with_island()).island
     assert (island.sync_steps, island.min_islands, island.share) == (1, 1, "auto")
     assert Config.from_dict(FULL).setting("island") is None
@@ -49,7 +49,7 @@ def test_name_and_lighthouse_are_enough_and_mean_a_sum_in_every_step() -> None:
         {"sync_steps": 20, "outer_learning_rate": 1, "outer_momentum": 0},
     ],
 )
-def test_valid_settings_are_accepted(settings: dict[str, Any]) -> None:
+def test_valid_settings_are_accepted(settings):
     Config.from_dict(with_island(**settings))
 
 
@@ -86,13 +86,13 @@ def test_valid_settings_are_accepted(settings: dict[str, Any]) -> None:
         ({"fragment": 2}, 'island.fragment: unknown key; did you mean "fragments"?'),
     ],
 )
-def test_wrong_settings_name_the_place_and_the_fix(settings: dict[str, Any], expected: str) -> None:
+def test_wrong_settings_name_the_place_and_the_fix(settings, expected):
     with pytest.raises(ConfigError) as caught:
         Config.from_dict(with_island(**settings))
     assert expected in str(caught.value)
 
 
-def test_islands_share_no_step_whose_loss_is_of_micro_batches() -> None:
+def test_islands_share_no_step_whose_loss_is_of_micro_batches():
     kto = {"objective": "kto", "train_sampling_strategy": "sequential"}
 
     def config(loss: str, **settings: Any) -> dict[str, Any]:

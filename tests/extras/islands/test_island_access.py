@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,7 +30,7 @@ def island(folder: Path, lighthouse: str = "192.0.2.1:29510") -> Config:
 
 
 @pytest.fixture
-def islands(tmp_path: Path) -> Callable[..., Keyed]:
+def islands(tmp_path):
     """As islands, and "local" as the lighthouse, each on a machine of its own."""
 
     def made(process: str) -> Keyed:
@@ -49,14 +47,14 @@ def islands(tmp_path: Path) -> Callable[..., Keyed]:
     return made
 
 
-def test_islands_and_their_lighthouse_know_each_other(islands: Any) -> None:
+def test_islands_and_their_lighthouse_know_each_other(islands):
     garage, attic = islands("garage"), islands("attic")
     assert outcome(garage, "attic", attic) == ("welcome", "island garage")
     assert outcome(garage, "local", islands("local")) == ("welcome", "island garage")
     assert outcome(islands("local"), "attic", attic) == ("welcome", "the lighthouse")
 
 
-def test_another_island_is_not_taken_for_the_one_that_was_dialled(islands: Any) -> None:
+def test_another_island_is_not_taken_for_the_one_that_was_dialled(islands):
     said, _ = outcome(islands("garage"), "barn", islands("attic"))
     assert said == (
         "island barn is not who it should be: its certificate is that of island attic,"
@@ -66,7 +64,7 @@ def test_another_island_is_not_taken_for_the_one_that_was_dialled(islands: Any) 
     assert "that of island attic, expected the lighthouse" in said
 
 
-def test_worker_of_the_same_authority_is_no_island(islands: Any, process: Any) -> None:
+def test_worker_of_the_same_authority_is_no_island(islands, process):
     """No machine makes such keys; each side would refuse them."""
     said, _ = outcome(process(1), "local", islands("local"))
     assert "its certificate is that of the lighthouse, expected the coordinator" in said
@@ -80,7 +78,7 @@ def test_worker_of_the_same_authority_is_no_island(islands: Any, process: Any) -
     assert said == f"island attic refused this machine: {seen}"
 
 
-def test_revoked_island_counts_nowhere_once_the_others_have_heard(islands: Any) -> None:
+def test_revoked_island_counts_nowhere_once_the_others_have_heard(islands):
     garage, attic, lighthouse = islands("garage"), islands("attic"), islands("local")
     serial = x509.serial_of(attic.keys.read("island-attic.pem"))
     lighthouse.keys.revoke([serial])
@@ -94,7 +92,7 @@ def test_revoked_island_counts_nowhere_once_the_others_have_heard(islands: Any) 
     assert lighthouse.keys.revoked() == {serial}
 
 
-def test_islands_without_keys_stay_on_this_machine(tmp_path: Path, logged: list[str]) -> None:
+def test_islands_without_keys_stay_on_this_machine(tmp_path, logged):
     own = island_access(island(tmp_path, "127.0.0.1:29510"))
     assert isinstance(own, Plaintext)
     for check in (
@@ -110,12 +108,12 @@ def test_islands_without_keys_stay_on_this_machine(tmp_path: Path, logged: list[
     assert "NO ENCRYPTION" in logged[0]
 
 
-def test_a_missing_key_of_an_island_is_named(tmp_path: Path) -> None:
+def test_a_missing_key_of_an_island_is_named(tmp_path):
     with pytest.raises(IdentityError, match=r"island-garage\.pem, the key of island garage"):
         island_access(island(tmp_path), KeyOptions(tmp_path))
 
 
-def test_keys_of_workers_are_not_those_of_an_island(tmp_path: Path) -> None:
+def test_keys_of_workers_are_not_those_of_an_island(tmp_path):
     keys_of(tmp_path / FOLDER, "local", "garage")
     with pytest.raises(IdentityError, match="no key for it"):
         island_access(island(tmp_path))

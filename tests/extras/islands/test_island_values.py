@@ -20,7 +20,7 @@ SECONDS = {"a": 1.0, "b": 0.5}
 YES = {"outcome": [None, ""], "seconds": SECONDS}
 
 
-def test_a_decision_has_a_norm_and_the_times_of_all() -> None:
+def test_a_decision_has_a_norm_and_the_times_of_all():
     norm = torch.tensor(2.0)
     assert _decision(Received({"norm": norm}, YES), SESSION) == (StepOutcome(), SECONDS, norm)
     skip = StepOutcome("rule", "it is small")
@@ -46,14 +46,14 @@ def test_a_decision_has_a_norm_and_the_times_of_all() -> None:
         (torch.tensor(1.0), {"seconds": 3}),
     ],
 )
-def test_a_decision_that_cannot_be_is_refused(norm: Any, changes: dict[str, Any]) -> None:
+def test_a_decision_that_cannot_be_is_refused(norm, changes):
     tensors = {} if norm is None else {"norm": norm}
     with pytest.raises(ProtocolError, match=r"^island [ab] "):
         _decision(Received(tensors, {**YES, **changes}), SESSION)
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_a_tensor_that_is_not_finite_names_the_island(value: float) -> None:
+def test_a_tensor_that_is_not_finite_names_the_island(value):
     check_finite({"w": torch.ones(2), "n": torch.ones(2, dtype=torch.int64)}, "b")
     with pytest.raises(ProtocolError, match=r"^island b sends 'v', which is not finite"):
         check_finite({"w": torch.ones(2), "v": torch.tensor([1.0, value])}, "b")
@@ -75,7 +75,7 @@ def taken_over(position: Any, tensors: dict[str, torch.Tensor] | None = None) ->
     return steps._take_over(cast(Any, SimpleNamespace(receive=lambda *asked: found)), "b")
 
 
-def test_a_state_is_taken_over() -> None:
+def test_a_state_is_taken_over():
     assert taken_over(POSITION).step == 3
 
 
@@ -101,6 +101,6 @@ def test_a_state_is_taken_over() -> None:
         (POSITION, {}),
     ],
 )
-def test_a_state_that_cannot_be_names_the_island(position: Any, tensors: Any) -> None:
+def test_a_state_that_cannot_be_names_the_island(position, tensors):
     with pytest.raises(ProtocolError, match=r"^island b sends"):
         taken_over(position, tensors)

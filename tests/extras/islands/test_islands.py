@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -44,7 +44,7 @@ STEPS = 4
 
 
 @pytest.fixture(autouse=True)
-def quorums(nothing_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+def quorums(nothing_left, monkeypatch):
     """All islands come to a lighthouse without torchft."""
     monkeypatch.setattr(lighthouse, "SETTLE_S", 0.0)
     monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", LinkDeadlines())
@@ -58,7 +58,7 @@ def quorums(nothing_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sta
 
 
 @pytest.fixture
-def settings(llama: Path, texts: Path) -> dict[str, Any]:
+def settings(llama, texts):
     return {"model": {"name_or_path": str(llama)}, "data": {"train": str(texts), "max_length": 64}}
 
 
@@ -110,9 +110,7 @@ def lines(output: Path, *keys: str) -> list[dict[str, Any]]:
     return [{key: step[key] for key in keys} for step in map(json.loads, text.splitlines())]
 
 
-def test_two_islands_of_any_plans_are_one_training(
-    pool: Pool, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_islands_of_any_plans_are_one_training(pool, settings, tmp_path, monkeypatch):
     """Uneven micro-batches of uneven lengths: 9 samples of a step by fours, 3 by twos. Gradients
     leave the coordinators' stages one by one, and workers' while they compute."""
     monkeypatch.setattr("hetero_framework.engine.stage.EARLY_PART_BYTES", 1)
@@ -160,9 +158,7 @@ def test_two_islands_of_any_plans_are_one_training(
 
 @needs("streams")
 @pytest.mark.parametrize("section", [{}, {"sync_steps": 2}], ids=["every step", "rounds"])
-def test_islands_deal_the_samples_of_a_stream(
-    section: dict[str, Any], pool: Pool, settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_islands_deal_the_samples_of_a_stream(section, pool, settings, tmp_path):
     """A stream in order has the samples of a file in order."""
     texts = save_texts(tmp_path / "texts.jsonl", 60)
     training = {"train_sampling_strategy": "sequential"}
@@ -183,9 +179,7 @@ def assert_waits(*islands: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.long
-def test_islands_sum_a_weight_of_several_stages_place_by_place(
-    pool: Pool, settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_islands_sum_a_weight_of_several_stages_place_by_place(pool, settings, tmp_path):
     model = save_llama(tmp_path / "tied", tie_word_embeddings=True)
     tied = {**settings, "model": {"name_or_path": str(model)}}
     for name, cuts in (("one", ([], [])), ("cut", ([2, 4], [3]))):
@@ -196,9 +190,7 @@ def test_islands_sum_a_weight_of_several_stages_place_by_place(
     assert_same(weights(tmp_path / "one" / "a"), weights(tmp_path / "cut" / "a"))
 
 
-def test_a_single_island_trains_as_without_islands(
-    pool: Pool, settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_single_island_trains_as_without_islands(pool, settings, tmp_path):
     own = {**settings, "adapter": {**LORA, "lora_dropout": 0.1}}
     train(Config.from_dict(island(pool, tmp_path / "whole", [], own)), progress=Notes())
     section = {"name": "a", "min_islands": 1}
@@ -209,8 +201,8 @@ def test_a_single_island_trains_as_without_islands(
 
 
 def test_a_step_that_is_not_finite_on_one_island_is_told_with_its_own_samples(
-    pool: Pool, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    pool, settings, tmp_path, monkeypatch
+):
     train_step, outcome, here = Coordinator.train_step, Stage._outcome, threading.local()
     told: dict[str, Any] = {}
 
@@ -239,8 +231,8 @@ def test_a_step_that_is_not_finite_on_one_island_is_told_with_its_own_samples(
 
 
 def test_a_step_that_a_rule_skips_on_one_island_is_skipped_on_all(
-    pool: Pool, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    pool, settings, tmp_path, monkeypatch
+):
     def rule(state: Any, norm: float, training: TrainingConfig) -> str | None:
         is_b = Path(training.output_dir).name == "b"
         return "island b's rule" if is_b and state.step == 1 else None
@@ -256,9 +248,7 @@ def test_a_step_that_a_rule_skips_on_one_island_is_skipped_on_all(
 
 
 @pytest.mark.islands
-def test_an_invalid_island_is_told_why_and_the_others_go_on(
-    pool: Pool, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_island_is_told_why_and_the_others_go_on(pool, settings, tmp_path, monkeypatch):
     right = SummedGradients.give
 
     def give(self: SummedGradients, found: GradientPart) -> None:
@@ -310,9 +300,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.islands
 @pytest.mark.parametrize("key", DIFFERENT)
-def test_an_island_with_other_settings_is_told_which(
-    pool: Pool, settings: dict[str, Any], tmp_path: Path, quorums: StandIn, key: str
-) -> None:
+def test_an_island_with_other_settings_is_told_which(pool, settings, tmp_path, quorums, key):
     """It ends, and the other one, which must not train alone, when it has waited. Where the same
     things lie on another path, that is no difference."""
     quorums.least = 2
@@ -348,9 +336,7 @@ def test_an_island_with_other_settings_is_told_which(
 # -- rounds ---------------------------------------------------------------------------------------
 
 
-def test_a_single_island_that_averages_trains_as_without_islands(
-    pool: Pool, settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_single_island_that_averages_trains_as_without_islands(pool, settings, tmp_path):
     """LocalSGD of one island, and DiLoCo at outer rate 1 without momentum."""
     own = {**settings, "adapter": LORA}
     train(Config.from_dict(island(pool, tmp_path / "whole", [], own)), progress=Notes())
@@ -381,9 +367,7 @@ ROUNDS = {"sync_steps": 2, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
     ],
     ids=["plain", "streaming", "warmup"],
 )
-def test_rounds_do_not_depend_on_the_islands_plans(
-    pool: Pool, settings: dict[str, Any], tmp_path: Path, section: dict[str, Any]
-) -> None:
+def test_rounds_do_not_depend_on_the_islands_plans(pool, settings, tmp_path, section):
     own = {"section": {**ROUNDS, **section}, "training": {"max_steps": 8}}
     train_pair(pool, tmp_path / "one", ([], []), settings, **own)
     train_pair(pool, tmp_path / "cut", ([2, 4], [3]), settings, **own)
@@ -412,8 +396,8 @@ def test_rounds_do_not_depend_on_the_islands_plans(
 
 @pytest.mark.islands
 def test_an_island_with_other_weights_ends_and_its_steps_are_reassigned(
-    pool: Pool, settings: Any, tmp_path: Path, quorums: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    pool, settings, tmp_path, quorums, monkeypatch
+):
     quorums.least = 2
     right = OuterRounds._agreed
 

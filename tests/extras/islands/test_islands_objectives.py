@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hetero_framework.trainer.coordinator import train
 from tests.extras.classification.test_classification_runs import KINDS, save_pairs, save_rows
 from tests.extras.islands.test_islands import island, lines, quorums, train_pair
 from tests.integration.test_parity import LORA, assert_same, weights
-from tests.pools import Notes, Pool
+from tests.pools import Notes
 
 __all__ = ["quorums"]  # the fixture of all islands
 
@@ -30,9 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_islands_of_any_objective_are_one_training(
-    case: str, pool: Pool, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_islands_of_any_objective_are_one_training(case, pool, llama, tmp_path, monkeypatch):
     monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
     training = CASES[case]
     if training["objective"] == "classification":

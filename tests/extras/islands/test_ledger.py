@@ -34,7 +34,7 @@ def order(
 # -- the steps ------------------------------------------------------------------------------------
 
 
-def test_steps_are_dealt_in_order_and_only_committed_ones_are_done() -> None:
+def test_steps_are_dealt_in_order_and_only_committed_ones_are_done():
     ledger = Ledger()
     dealt = ledger.deal({"garage": 2, "attic": 4}, total=100)
     assert dealt == {"attic": ((0, 4),), "garage": ((4, 6),)}
@@ -44,14 +44,14 @@ def test_steps_are_dealt_in_order_and_only_committed_ones_are_done() -> None:
     assert later.deal({"attic": 1}, total=100) == {"attic": ((6, 7),)}
 
 
-def test_the_part_of_a_dead_island_is_dealt_first() -> None:
+def test_the_part_of_a_dead_island_is_dealt_first():
     dealt = Ledger().deal({"a": 3, "b": 3, "c": 3}, total=100)
     ledger = Ledger().commit(dealt["a"]).commit(dealt["c"])
     assert ledger.committed == ((0, 3), (6, 9))
     assert ledger.deal({"a": 2, "c": 3}, total=100) == {"a": ((3, 5),), "c": ((5, 6), (9, 11))}
 
 
-def test_steps_of_an_island_that_did_not_finish_count() -> None:
+def test_steps_of_an_island_that_did_not_finish_count():
     dealt = Ledger(((2, 4),)).deal({"a": 4, "b": 2}, total=100)
     assert dealt["a"] == ((0, 2), (4, 6))
     ledger = Ledger(((2, 4),)).commit(steps_between(dealt["a"], 0, 3))
@@ -59,20 +59,20 @@ def test_steps_of_an_island_that_did_not_finish_count() -> None:
     assert ledger.count == 5
 
 
-def test_the_last_steps_are_dealt_in_proportion() -> None:
+def test_the_last_steps_are_dealt_in_proportion():
     dealt = Ledger(((0, 91),)).deal({"a": 20, "b": 10}, total=100)
     assert {name: count_steps(part) for name, part in dealt.items()} == {"a": 6, "b": 3}
     assert Ledger(((0, 100),)).deal({"a": 20, "b": 10}, total=100) == {"a": (), "b": ()}
 
 
-def test_a_step_is_not_committed_twice() -> None:
+def test_a_step_is_not_committed_twice():
     with pytest.raises(ValueError, match="step 3 was committed before"):
         Ledger(((0, 5),)).commit([(3, 6)])
     with pytest.raises(ValueError, match="not a range of steps"):
         Ledger().commit([(3, 3)])
 
 
-def test_state_is_small_json() -> None:
+def test_state_is_small_json():
     ledger = Ledger().commit([(4, 6)]).commit([(0, 3)])
     text = json.dumps(ledger.state_dict())
     assert text == '{"committed": [[0, 3], [4, 6]]}'
@@ -93,9 +93,7 @@ whether that succeeds."""
 
 
 @given(st.integers(1, 60), ROUNDS)
-def test_each_sample_is_trained_once_under_any_membership(
-    examples: int, rounds: list[tuple[dict[str, tuple[int, int]], bool]]
-) -> None:
+def test_each_sample_is_trained_once_under_any_membership(examples, rounds):
     """Every member works with a ledger of its own; one that comes or returns has the others'."""
     run, trained = order(examples, 2, 2), Counter[tuple[int, int]]()
     ledgers: dict[str, Ledger] = {}
@@ -124,14 +122,14 @@ def test_each_sample_is_trained_once_under_any_membership(
 # -- the samples of one step ----------------------------------------------------------------------
 
 
-def test_a_single_island_gets_the_micro_batches_of_a_plain_run() -> None:
+def test_a_single_island_gets_the_micro_batches_of_a_plain_run():
     alone = order(examples=27)
     for step in range(alone.total_steps):
         mine = split_step(alone, step, {"a": 0.3})["a"]
         assert [b.tolist() for b in mine] == [b.tolist() for b in alone.step_indices(step)]
 
 
-def test_parts_follow_each_other_in_micro_batches_of_each_islands_own_size() -> None:
+def test_parts_follow_each_other_in_micro_batches_of_each_islands_own_size():
     step = np.concatenate(order(train_sampling_strategy="sequential").step_indices(0)).tolist()
     assert step == [0, 1, 2, 3, 4, 5]
     shares = {"b": 1.0, "a": 2.0}
@@ -148,9 +146,7 @@ def test_parts_follow_each_other_in_micro_batches_of_each_islands_own_size() -> 
     st.dictionaries(st.sampled_from("abcde"), st.floats(0.01, 100), min_size=1),
     st.sampled_from([(1, 12), (2, 6), (3, 4), (12, 1)]),
 )
-def test_a_step_is_shared_without_loss_by_islands_of_any_micro_batch_size(
-    examples: int, shares: dict[str, float], size: tuple[int, int]
-) -> None:
+def test_a_step_is_shared_without_loss_by_islands_of_any_micro_batch_size(examples, shares, size):
     """Each island cuts by its own file: together they have every sample of the step once."""
     whole = order(examples, 4, 3)
     mine = order(examples, *size)
@@ -177,9 +173,7 @@ DROPPED = {"samples of a step", "samples of an epoch", "steps"}
         ({"rows": 6, "accumulation": 1}, set()),
     ],
 )
-def test_islands_that_would_see_other_samples_are_detected(
-    other: dict[str, object], differs: set[str]
-) -> None:
+def test_islands_that_would_see_other_samples_are_detected(other, differs):
     mine, theirs = order_facts(order(), "f"), order_facts(order(**other), "f")  # type: ignore[arg-type]
     assert {name for name in mine if mine[name] != theirs[name]} == differs
     assert order_facts(order(), "g") != mine

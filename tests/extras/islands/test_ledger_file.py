@@ -23,13 +23,13 @@ def names_in(place: str) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_every_fault_of_the_model_is_listed_once() -> None:
+def test_every_fault_of_the_model_is_listed_once():
     assert [int(row[0]) for row in ROWS] == list(range(1, len(ROWS) + 1))
     assert len(ROWS) >= 41
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"F{row[0]}")
-def test_the_tests_of_a_fault_are_there(row: tuple[str, str, str, str]) -> None:
+def test_the_tests_of_a_fault_are_there(row):
     named = re.findall(r"`([\w/.]+)::(\w+)`", row[3])
     assert named
     assert row[3].count("`") == 2 * len(named)

@@ -6,7 +6,7 @@ import http.client
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -80,7 +80,7 @@ class Islands:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch, quick_ticks: None) -> Iterator[Islands]:
+def opened(monkeypatch, quick_ticks):
     monkeypatch.setattr(module, "SETTLE_S", 0.0)
     monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", LinkDeadlines(liveness_s=WAIT_S))
     before = set(threading.enumerate())
@@ -93,7 +93,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, quick_ticks: None) -> Iterator[Islan
 
 
 @pytest.fixture(params=["torchft", "stand-in"])
-def islands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Islands]:
+def islands(request, monkeypatch):
     monkeypatch.setattr(module, "SETTLE_S", 0.0)
     monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", LinkDeadlines(liveness_s=WAIT_S))
     with ExitStack() as stack:
@@ -130,7 +130,7 @@ def meet(*islands: LighthouseClient) -> View:
 # -- views
 
 
-def test_one_view_is_given_when_all_living_islands_have_asked(islands: Islands) -> None:
+def test_one_view_is_given_when_all_living_islands_have_asked(islands):
     a, b, c = islands.start("a", "77"), islands.start("b"), islands.start("c")
     assert meet(b, a, c).members == (
         Member("a", "77", "a.invalid:1"),
@@ -144,7 +144,7 @@ def test_one_view_is_given_when_all_living_islands_have_asked(islands: Islands) 
     assert [asked.result(WAIT_S).names for asked in early] == [("a", "b", "c")] * 2
 
 
-def test_an_island_that_stalls_is_not_waited_for_and_comes_back(islands: Islands) -> None:
+def test_an_island_that_stalls_is_not_waited_for_and_comes_back(islands):
     stalls = threading.Event()
     a, b = islands.start("a"), islands.start("b", lively=lambda: not stalls.is_set())
     meet(a, b)
@@ -159,7 +159,7 @@ def test_an_island_that_stalls_is_not_waited_for_and_comes_back(islands: Islands
     assert meet(a, b).names == ("a", "b")
 
 
-def test_absent_islands_are_reported_in_time(islands: Islands) -> None:
+def test_absent_islands_are_reported_in_time(islands):
     a, b = islands.start("a"), islands.start("b")
     meet(a, b)
     started = time.monotonic()
@@ -172,7 +172,7 @@ def test_absent_islands_are_reported_in_time(islands: Islands) -> None:
     assert b.next_view(WAIT_S).names == asked.result(WAIT_S).names == ("a", "b")
 
 
-def test_an_island_that_dies_while_it_asks_is_in_no_view(islands: Islands) -> None:
+def test_an_island_that_dies_while_it_asks_is_in_no_view(islands):
     """torchft still has its question. Started again, it takes the place."""
     before, b = islands.start("a", "1"), islands.start("b")
     first = meet(before, b)
@@ -187,7 +187,7 @@ def test_an_island_that_dies_while_it_asks_is_in_no_view(islands: Islands) -> No
     assert meet(islands.start("a", "2"), b).key != first.key
 
 
-def test_a_question_outlives_the_link_it_was_asked_on(islands: Islands) -> None:
+def test_a_question_outlives_the_link_it_was_asked_on(islands):
     a, b = islands.start("a"), islands.start("b")
     meet(a, b)
     asked = asks(a)
@@ -199,9 +199,7 @@ def test_a_question_outlives_the_link_it_was_asked_on(islands: Islands) -> None:
     assert b.next_view(WAIT_S).names == asked.result(WAIT_S).names == ("a", "b")
 
 
-def test_islands_meet_again_at_a_restarted_lighthouse(
-    islands: Islands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_islands_meet_again_at_a_restarted_lighthouse(islands, monkeypatch):
     """All that live are in its first view: it waits until they had time to come back."""
     a, b = islands.start("a"), islands.start("b")
     first = meet(a, b)
@@ -216,9 +214,7 @@ def test_islands_meet_again_at_a_restarted_lighthouse(
         b.close()
 
 
-def test_a_question_waits_until_islands_had_time_to_come(
-    opened: Islands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_question_waits_until_islands_had_time_to_come(opened, monkeypatch):
     monkeypatch.setattr(module, "SETTLE_S", 1.0)
     a, began = opened.start("a"), time.monotonic()
     assert a.next_view(WAIT_S).names == ("a",)
@@ -228,7 +224,7 @@ def test_a_question_waits_until_islands_had_time_to_come(
     meet(a, opened.start("b"))  # at once: somebody was there for long
 
 
-def test_a_quorum_of_questions_that_are_over_is_no_view(opened: Islands) -> None:
+def test_a_quorum_of_questions_that_are_over_is_no_view(opened):
     class Late(StandIn):
         """Answers what was asked before."""
 
@@ -246,7 +242,7 @@ def test_a_quorum_of_questions_that_are_over_is_no_view(opened: Islands) -> None
     assert len(stale) == 4
 
 
-def test_a_quorum_without_an_island_that_is_here_is_no_view(opened: Islands) -> None:
+def test_a_quorum_without_an_island_that_is_here_is_no_view(opened):
     """torchft answers at once when all members of its last quorum have asked. That quorum may have
     been one island alone."""
 
@@ -273,9 +269,7 @@ def test_a_quorum_without_an_island_that_is_here_is_no_view(opened: Islands) -> 
 # -- admission
 
 
-def test_a_second_island_of_one_name_is_refused(
-    islands: Islands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_island_of_one_name_is_refused(islands, monkeypatch):
     monkeypatch.setattr(module, "NAMESAKE_S", 0.3)
     a, b = islands.start("a", "1"), islands.start("b")
     meet(a, b)
@@ -284,9 +278,7 @@ def test_a_second_island_of_one_name_is_refused(
     assert meet(a, b).names == ("a", "b")
 
 
-def test_an_island_that_was_started_again_waits_for_its_dead_link(
-    opened: Islands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_island_that_was_started_again_waits_for_its_dead_link(opened, monkeypatch):
     assert LINK.liveness_s < module.NAMESAKE_S
     monkeypatch.setattr(module, "NAMESAKE_S", WAIT_S)
     monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", replace(LINK, heartbeat_s=WAIT_S))
@@ -304,15 +296,13 @@ def test_an_island_that_was_started_again_waits_for_its_dead_link(
         ("a", "nowhere", "no port"),
     ],
 )
-def test_an_invalid_member_is_refused(
-    opened: Islands, name: str, address: str, problem: str
-) -> None:
+def test_an_invalid_member_is_refused(opened, name, address, problem):
     answer = opened.dial().ask(Message(im.LighthouseHello(Member(name, "1", address))), WAIT_S)
     assert problem in answer.expect(m.Reject).message
     assert not opened.here()
 
 
-def test_the_number_of_islands_is_limited(opened: Islands, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_islands_is_limited(opened, monkeypatch):
     monkeypatch.setattr(module, "_MAX_ISLANDS", 2)
     monkeypatch.setattr(module, "NAMESAKE_S", 0.1)
     meet(opened.start("a"), opened.start("b"))
@@ -320,7 +310,7 @@ def test_the_number_of_islands_is_limited(opened: Islands, monkeypatch: pytest.M
         opened.start("c").next_view(WAIT_S)
 
 
-def test_a_message_out_of_order_ends_that_link_alone(opened: Islands) -> None:
+def test_a_message_out_of_order_ends_that_link_alone(opened):
     a = opened.start("a")
     stranger, island = opened.dial(), opened.dial()
     stranger.link.send(Message(im.NextView()))  # past `Connection.send`, which would refuse it
@@ -331,7 +321,7 @@ def test_a_message_out_of_order_ends_that_link_alone(opened: Islands) -> None:
     assert meet(a).names == ("a",)
 
 
-def test_browsers_and_other_programs_get_nothing(opened: Islands) -> None:
+def test_browsers_and_other_programs_get_nothing(opened):
     browser = http.client.HTTPConnection("127.0.0.1", opened.port, timeout=WAIT_S)
     with closing(browser):
         browser.request("GET", "/")
@@ -347,22 +337,20 @@ def keyed(folder: Path, process: str, of: str = "own") -> Keyed:
 
 
 @pytest.fixture
-def keyed_islands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_ticks: None
-) -> Iterator[Islands]:
+def keyed_islands(tmp_path, monkeypatch, quick_ticks):
     monkeypatch.setattr(module, "SETTLE_S", 0.0)
     with ExitStack() as stack:
         yield Islands(stack, StandIn(), keyed(tmp_path, "local"))
 
 
-def test_islands_come_in_by_their_keys(keyed_islands: Islands, tmp_path: Path) -> None:
+def test_islands_come_in_by_their_keys(keyed_islands, tmp_path):
     a, b = (keyed_islands.start(name, access=keyed(tmp_path, name)) for name in "ab")
     assert meet(a, b).names == ("a", "b")
     with pytest.raises(ConfigError, match="the certificate is that of island c"):
         keyed_islands.start("d", access=keyed(tmp_path, "c")).next_view(WAIT_S)
 
 
-def test_islands_with_wrong_keys_are_told_at_once(keyed_islands: Islands, tmp_path: Path) -> None:
+def test_islands_with_wrong_keys_are_told_at_once(keyed_islands, tmp_path):
     revoked = keyed(tmp_path, "attic")
     access = keyed_islands.lighthouse._acceptor._access
     assert isinstance(access, Keyed)
@@ -378,16 +366,14 @@ def test_islands_with_wrong_keys_are_told_at_once(keyed_islands: Islands, tmp_pa
     assert not keyed_islands.here()
 
 
-def test_an_island_in_the_place_of_the_lighthouse_is_not_taken_for_it(
-    tmp_path: Path, quick_ticks: None
-) -> None:
+def test_an_island_in_the_place_of_the_lighthouse_is_not_taken_for_it(tmp_path, quick_ticks):
     with ExitStack() as stack:
         islands = Islands(stack, StandIn(), keyed(tmp_path, "attic"))
         with pytest.raises(IdentityError, match="that of island attic, expected the lighthouse"):
             islands.start("garage", access=keyed(tmp_path, "garage")).next_view(WAIT_S)
 
 
-def test_joining_and_leaving_islands_are_logged(opened: Islands, logged: list[str]) -> None:
+def test_joining_and_leaving_islands_are_logged(opened, logged):
     opened.start("garage").next_view(WAIT_S)
     for client in list(opened.lighthouse._islands):
         client.stream.stop()
@@ -404,7 +390,7 @@ def nowhere(lively: Callable[[], bool] = lambda: True) -> LighthouseClient:
     return LighthouseClient(address, LOOPBACK_ONLY, Member("a", "1", "a.invalid:1"), lively)
 
 
-def test_an_unreachable_lighthouse_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_lighthouse_is_reported(monkeypatch):
     monkeypatch.setattr(lighthouse_client, "REACH_S", 3.0)
     with closing(nowhere()) as island:
         with pytest.raises(NetworkError, match="cannot reach the lighthouse at ") as found:
@@ -414,7 +400,7 @@ def test_an_unreachable_lighthouse_is_reported(monkeypatch: pytest.MonkeyPatch) 
         assert not island.in_reach
 
 
-def test_a_bug_in_the_liveness_check_is_raised() -> None:
+def test_a_bug_in_the_liveness_check_is_raised():
     def broken() -> bool:
         raise ZeroDivisionError
 
@@ -425,15 +411,13 @@ def test_a_bug_in_the_liveness_check_is_raised() -> None:
 # -- clocks and finished runs
 
 
-def test_the_clock_can_be_asked_for_without_joining(opened: Islands) -> None:
+def test_the_clock_can_be_asked_for_without_joining(opened):
     before = time.time()
     assert before <= clock_at(("127.0.0.1", opened.port), LOOPBACK_ONLY) <= time.time()
     assert not opened.here()
 
 
-def test_a_finished_run_is_found_by_other_islands(
-    opened: Islands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_is_found_by_other_islands(opened, monkeypatch):
     monkeypatch.setattr(lighthouse_client, "_DIAL_S", WAIT_S)
     a, b = opened.start("a"), opened.start("b")
     assert b.find_finished("run 1", "facts", 0.0) is None
@@ -441,7 +425,7 @@ def test_a_finished_run_is_found_by_other_islands(
     assert b.find_finished("run 1", "facts", 0.0) == DONE
 
 
-def test_finished_runs_are_found_by_name_or_by_recent_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_runs_are_found_by_name_or_by_recent_time(monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(module, "_MAX_FINISHED", 2)
@@ -463,7 +447,7 @@ def test_finished_runs_are_found_by_name_or_by_recent_time(monkeypatch: pytest.M
     assert runs.find("run 3", "facts", 0.0) is not None
 
 
-def test_a_closed_lighthouse_accepts_no_connection(opened: Islands) -> None:
+def test_a_closed_lighthouse_accepts_no_connection(opened):
     meet(opened.start("a"))
     opened.lighthouse.close()
     opened.lighthouse.close()
@@ -472,7 +456,7 @@ def test_a_closed_lighthouse_accepts_no_connection(opened: Islands) -> None:
         connect("127.0.0.1", opened.port, 0.3)
 
 
-def test_error_of_a_question_ends_the_lighthouse(opened: Islands) -> None:
+def test_error_of_a_question_ends_the_lighthouse(opened):
     class Broken(StandIn):
         def ask(self, id: str, number: int, timeout_s: float) -> dict[str, int] | None:
             raise ZeroDivisionError
@@ -486,7 +470,7 @@ def test_error_of_a_question_ends_the_lighthouse(opened: Islands) -> None:
 
 
 @pytest.mark.parametrize("names", ["", "b", "bb", "aab"])
-def test_a_view_in_which_this_island_cannot_be_is_refused(names: str) -> None:
+def test_a_view_in_which_this_island_cannot_be_is_refused(names):
     with closing(nowhere()) as island:
         island._asked = link = cast(Connection, object())
         members = tuple(Member(name, "1", f"{name}.invalid:1") for name in names)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from tests.samples import free_ports
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def started(monkeypatch):
     """Least numbers of islands of the servers that were started, in place of torchft's; a signal
     comes as soon as one serves."""
     found: list[int] = []
@@ -59,9 +58,7 @@ def serve(bind: str, folder: Path, **options: Any) -> list[str]:
     return said
 
 
-def test_the_line_of_a_lighthouse_has_its_address_and_the_invite(
-    tmp_path: Path, started: list[int]
-) -> None:
+def test_the_line_of_a_lighthouse_has_its_address_and_the_invite(tmp_path, started):
     bind = f"127.0.0.1:{free_ports(1)[0]}"
     [line] = serve(bind, tmp_path / "none")
     assert f"the lighthouse is at {bind}, without authentication" in line
@@ -70,9 +67,7 @@ def test_the_line_of_a_lighthouse_has_its_address_and_the_invite(
     assert started == [2, 0, 2, 0]  # all was closed, also the port
 
 
-def test_a_lighthouse_that_others_reach_needs_keys(
-    tmp_path: Path, started: list[int], logged: list[str]
-) -> None:
+def test_a_lighthouse_that_others_reach_needs_keys(tmp_path, started, logged):
     bind = f"0.0.0.0:{free_ports(1)[0]}"
     with pytest.raises(IdentityError, match=r"the lighthouse is at 0\.0\.0\.0, where others"):
         command.serve(bind, 1, KeyDirectory(tmp_path / "none", ISLANDS), KeyOptions())
@@ -83,7 +78,7 @@ def test_a_lighthouse_that_others_reach_needs_keys(
     assert "NO ENCRYPTION" in logged[0]
 
 
-def test_an_address_that_cannot_be_bound_is_refused(tmp_path: Path, started: list[int]) -> None:
+def test_an_address_that_cannot_be_bound_is_refused(tmp_path, started):
     keys = KeyDirectory(tmp_path, ISLANDS)
     with pytest.raises(UserError, match=r"--bind: .* has no port"):
         command.serve("127.0.0.1", 1, keys, KeyOptions())
@@ -112,7 +107,7 @@ class Process:
 
 
 @pytest.fixture
-def process(tmp_path: Path) -> Iterator[Process]:
+def process(tmp_path):
     need_torchft()
     keys_of(tmp_path / "keys" / "islands", "local", kind=ISLANDS)
     found = Process(tmp_path / "keys", free_ports(1)[0])
@@ -128,7 +123,7 @@ def island(name: str, folder: Path, port: int) -> LighthouseClient:
     return LighthouseClient(("127.0.0.1", port), access, member, lambda: True)
 
 
-def test_a_lighthouse_opens_one_port_to_others(process: Process, tmp_path: Path) -> None:
+def test_a_lighthouse_opens_one_port_to_others(process, tmp_path):
     started, port = process.started, process.port
     assert f"0.0.0.0:{port}" in process.line
     listening = [
@@ -149,9 +144,7 @@ def test_a_lighthouse_opens_one_port_to_others(process: Process, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_islands_meet_again_after_a_restart_of_the_lighthouse(
-    process: Process, tmp_path: Path
-) -> None:
+def test_islands_meet_again_after_a_restart_of_the_lighthouse(process, tmp_path):
     with ExitStack() as stack:
         islands = [
             stack.enter_context(closing(island(name, tmp_path, process.port))) for name in "ab"

@@ -4,7 +4,7 @@ messages of a session."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
 from functools import partial
@@ -48,7 +48,7 @@ class Coast:
 
 
 @pytest.fixture
-def coast(quick_ticks: None) -> Iterator[Coast]:
+def coast(quick_ticks):
     before = set(threading.enumerate())
     with closing(Coast()) as made:
         yield made
@@ -82,7 +82,7 @@ def lost(session: IslandSession) -> MemberLost:
     return found.value
 
 
-def test_every_member_receives_every_message(coast: Coast) -> None:
+def test_every_member_receives_every_message(coast):
     sessions = together(*map(coast.open, "bca"))
     assert {session.leader for session in sessions} == {"a"}
     for session in sessions:
@@ -94,7 +94,7 @@ def test_every_member_receives_every_message(coast: Coast) -> None:
             assert said.info == {"from": name}
 
 
-def test_a_message_to_some_members_reaches_them_alone(coast: Coast) -> None:
+def test_a_message_to_some_members_reaches_them_alone(coast):
     a, b, c = together(*map(coast.open, "abc"))
     a.send(2, "vote", info={"n": 1}, to=["c"])
     assert receive(c, "a").info == {"n": 1}
@@ -103,7 +103,7 @@ def test_a_message_to_some_members_reaches_them_alone(coast: Coast) -> None:
     assert not b.received(2, "vote", "a").is_whole
 
 
-def test_parts_of_one_exchange_add_up_and_early_ones_wait(coast: Coast) -> None:
+def test_parts_of_one_exchange_add_up_and_early_ones_wait(coast):
     a, b = together(*map(coast.open, "ab"))
     a.send(3, "losses", {"x": torch.ones(1)})
     a.send(2, "gradients", {"x": torch.ones(2)}, last=False)
@@ -114,7 +114,7 @@ def test_parts_of_one_exchange_add_up_and_early_ones_wait(coast: Coast) -> None:
     assert receive(b, "a", "losses", 3).tensors["x"].numel() == 1
 
 
-def test_a_message_too_far_ahead_ends_the_session(coast: Coast) -> None:
+def test_a_message_too_far_ahead_ends_the_session(coast):
     """Else a member could fill the memory of the others with exchanges to come."""
     a, b = together(*map(coast.open, "ab"))
     a.send(4, "losses", {"x": torch.ones(1)})
@@ -123,7 +123,7 @@ def test_a_message_too_far_ahead_ends_the_session(coast: Coast) -> None:
     assert not b._received[4, "losses", "a"].tensors
 
 
-def test_late_messages_are_dropped(coast: Coast) -> None:
+def test_late_messages_are_dropped(coast):
     a, b = together(*map(coast.open, "ab"))
     b.forget(2)
     a.send(2, "gradients", {"x": torch.ones(1)})
@@ -133,7 +133,7 @@ def test_late_messages_are_dropped(coast: Coast) -> None:
     assert not any(number <= 2 for number, _, _ in b._received)
 
 
-def test_large_tensors_come_in_parts_and_whole(coast: Coast) -> None:
+def test_large_tensors_come_in_parts_and_whole(coast):
     a, b = together(*map(coast.open, "ab"))
     large = {f"t{k}": torch.full((1 << 22,), float(k)) for k in range(5)}  # 16 MiB each
     a.send(2, "state", large, {"position": 3})
@@ -142,7 +142,7 @@ def test_large_tensors_come_in_parts_and_whole(coast: Coast) -> None:
     assert all(torch.equal(said.tensors[name], tensor) for name, tensor in large.items())
 
 
-def test_a_member_that_leaves_is_lost_to_all_at_once(coast: Coast) -> None:
+def test_a_member_that_leaves_is_lost_to_all_at_once(coast):
     links = list(map(coast.open, "abc"))
     a, b, c = together(*links)
     waiting = [in_background(lambda one=one: lost(one), "waiting") for one in (a, c)]
@@ -158,7 +158,7 @@ def test_a_member_that_leaves_is_lost_to_all_at_once(coast: Coast) -> None:
                 tried()
 
 
-def test_an_island_that_leaves_in_order_is_reported_as_left_not_lost(coast: Coast) -> None:
+def test_an_island_that_leaves_in_order_is_reported_as_left_not_lost(coast):
     links = list(map(coast.open, "abc"))
     a, _, c = together(*links)
     links[1].part(f"{LEAVES} (it was stopped by SIGTERM)")
@@ -173,7 +173,7 @@ def test_an_island_that_leaves_in_order_is_reported_as_left_not_lost(coast: Coas
     assert gone.told["event"]["what"] == "island lost"
 
 
-def test_messages_sent_before_a_member_left_count(coast: Coast) -> None:
+def test_messages_sent_before_a_member_left_count(coast):
     """The leader decides on the last step, and its run is over."""
     links = coast.open("a"), coast.open("b")
     a, b = together(*links)
@@ -185,7 +185,7 @@ def test_messages_sent_before_a_member_left_count(coast: Coast) -> None:
         receive(b, "a", "decision", 3)
 
 
-def test_a_decision_reaches_every_remaining_member(coast: Coast) -> None:
+def test_a_decision_reaches_every_remaining_member(coast):
     a, b, c = together(*map(coast.open, "abc"))
     b.close("it is gone")
     lost(a)
@@ -198,7 +198,7 @@ def test_a_decision_reaches_every_remaining_member(coast: Coast) -> None:
         c.wait_for_more(0.01)
 
 
-def test_a_refused_island_learns_why_and_the_others_lose_it(coast: Coast) -> None:
+def test_a_refused_island_learns_why_and_the_others_lose_it(coast):
     a, b, c = together(*map(coast.open, "abc"))
 
     def judge() -> None:
@@ -215,7 +215,7 @@ def test_a_refused_island_learns_why_and_the_others_lose_it(coast: Coast) -> Non
     assert lost(c).name == "b"
 
 
-def test_a_refusal_after_the_session_arrives_at_the_next_meeting(coast: Coast) -> None:
+def test_a_refusal_after_the_session_arrives_at_the_next_meeting(coast):
     links = [coast.open(name) for name in "abc"]
     a, b, _ = together(*links)
     links[2].part("it goes")
@@ -227,7 +227,7 @@ def test_a_refusal_after_the_session_arrives_at_the_next_meeting(coast: Coast) -
         links[1].meet(view_of(*links), WAIT_S, nothing)
 
 
-def test_an_undelivered_refusal_arrives_at_the_next_meeting(coast: Coast) -> None:
+def test_an_undelivered_refusal_arrives_at_the_next_meeting(coast):
     """Its link was gone before. One that was started since then is another one."""
     links = [coast.open(name) for name in "ab"]
     a, _ = together(*links)
@@ -247,7 +247,7 @@ def test_an_undelivered_refusal_arrives_at_the_next_meeting(coast: Coast) -> Non
     together(links[0], coast.open("b", "2"))
 
 
-def test_parting_waits_until_all_members_are_done(coast: Coast) -> None:
+def test_parting_waits_until_all_members_are_done(coast):
     a, b, c = together(*map(coast.open, "abc"))
     parting = [in_background(partial(one.part_together, 2, nothing), "end") for one in (a, b)]
     assert not wait_for(parting, 0.2)
@@ -257,7 +257,7 @@ def test_parting_waits_until_all_members_are_done(coast: Coast) -> None:
         found.result(WAIT_S)
 
 
-def test_a_member_lost_before_its_end_is_missed_at_parting(coast: Coast) -> None:
+def test_a_member_lost_before_its_end_is_missed_at_parting(coast):
     a, b, c = together(*map(coast.open, "abc"))
     b.send(2, "vote")
     parting = in_background(lambda: a.part_together(2, nothing), "end")
@@ -269,13 +269,13 @@ def test_a_member_lost_before_its_end_is_missed_at_parting(coast: Coast) -> None
         parting.result(WAIT_S)
 
 
-def test_a_broken_connection_is_a_lost_member(coast: Coast) -> None:
+def test_a_broken_connection_is_a_lost_member(coast):
     a, b = together(*map(coast.open, "ab"))
     b._links["a"].stream.stop()
     assert (lost(a).name, lost(b).name) == ("b", "a")
 
 
-def test_check_ends_the_waiting(coast: Coast) -> None:
+def test_check_ends_the_waiting(coast):
     class Enough(Exception): ...
 
     def enough() -> None:
@@ -288,7 +288,7 @@ def test_check_ends_the_waiting(coast: Coast) -> None:
         coast.open("c").meet(View.of([Member("c", "1", "x"), *a.view.members]), WAIT_S, enough)
 
 
-def test_the_same_members_meet_again_over_new_links(coast: Coast) -> None:
+def test_the_same_members_meet_again_over_new_links(coast):
     links = list(map(coast.open, "abc"))
     old = together(*links)
     old[0].send(2, "vote", info={"of": "the old session"})
@@ -299,7 +299,7 @@ def test_the_same_members_meet_again_over_new_links(coast: Coast) -> None:
     assert not new[2].received(2, "vote", "a").is_whole
 
 
-def test_an_island_that_meets_before_the_view_is_known_waits(coast: Coast) -> None:
+def test_an_island_that_meets_before_the_view_is_known_waits(coast):
     a, b = coast.open("a"), coast.open("b")
     view = view_of(a, b)
     early = meeting(b, view)
@@ -309,7 +309,7 @@ def test_an_island_that_meets_before_the_view_is_known_waits(coast: Coast) -> No
     receive(session, "b")
 
 
-def test_no_message_is_sent_before_the_welcome(coast: Coast) -> None:
+def test_no_message_is_sent_before_the_welcome(coast):
     """A member says its position as soon as it has all links; thirty times, as this is a race."""
     a, b = coast.open("a"), coast.open("b")
     for _ in range(30):
@@ -320,7 +320,7 @@ def test_no_message_is_sent_before_the_welcome(coast: Coast) -> None:
             receive(session, session.others[0], "position", 0)
 
 
-def test_another_view_ends_the_meeting(coast: Coast) -> None:
+def test_another_view_ends_the_meeting(coast):
     a, b, c = map(coast.open, "abc")
     waiting = meeting(a, view_of(a, b, c))
     other = meeting(b, view_of(a, b))
@@ -330,7 +330,7 @@ def test_another_view_ends_the_meeting(coast: Coast) -> None:
     assert session.members == other.result(WAIT_S).members == ("a", "b")
 
 
-def test_another_process_of_an_island_is_refused(coast: Coast) -> None:
+def test_another_process_of_an_island_is_refused(coast):
     a, b = coast.open("a"), coast.open("b")
     view = View.of([a.member, Member("b", "another", b.member.address)])
     waiting = meeting(a, view, 2.0)
@@ -346,14 +346,14 @@ def test_another_process_of_an_island_is_refused(coast: Coast) -> None:
         waiting.result(WAIT_S)
 
 
-def test_a_connection_meant_for_another_island_is_refused(coast: Coast) -> None:
+def test_a_connection_meant_for_another_island_is_refused(coast):
     a, b = coast.open("a"), coast.open("b")
     wrong = Member("0", "1", a.member.address)
     with pytest.raises(MemberLost, match="this is island a, not 0"):
         b.meet(View.of([wrong, b.member]), WAIT_S, nothing)
 
 
-def test_an_unreachable_member_counts_as_lost(coast: Coast) -> None:
+def test_an_unreachable_member_counts_as_lost(coast):
     gone = coast.open("a")
     gone.close("")
     b = coast.open("b")
@@ -420,9 +420,7 @@ WRONG: dict[str, Callable[[], Message]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_member_with_invalid_messages_is_lost_without_side_effects(
-    coast: Coast, case: str
-) -> None:
+def test_a_member_with_invalid_messages_is_lost_without_side_effects(coast, case):
     a = coast.open("a")
     other, waiting = admitted(a)
     with other, suppress(HeteroError, ValueError, TypeError, AttributeError):
@@ -436,7 +434,7 @@ def test_a_member_with_invalid_messages_is_lost_without_side_effects(
     a_circle.check()
 
 
-def test_a_share_right_behind_the_greeting_affects_that_link_alone(coast: Coast) -> None:
+def test_a_share_right_behind_the_greeting_affects_that_link_alone(coast):
     """It comes before the welcome was sent."""
     a, b = coast.open("a"), coast.open("b")
     view = view_of(a, b)
@@ -450,9 +448,7 @@ def test_a_share_right_behind_the_greeting_affects_that_link_alone(coast: Coast)
     session.check()
 
 
-def test_a_link_that_comes_up_while_a_session_ends_is_no_error(
-    coast: Coast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_comes_up_while_a_session_ends_is_no_error(coast, monkeypatch):
     a, b = together(*map(coast.open, "ab"))
     link = a._links["b"]
     send = link.send
@@ -466,9 +462,7 @@ def test_a_link_that_comes_up_while_a_session_ends_is_no_error(
     assert lost(b).name == "a"
 
 
-def test_islands_that_wait_for_another_session_are_few(
-    coast: Coast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_islands_that_wait_for_another_session_are_few(coast, monkeypatch):
     monkeypatch.setattr(module, "_MOST_WAITING", 2)
     a = coast.open("a")
     with ExitStack() as stack:

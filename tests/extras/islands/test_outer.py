@@ -104,7 +104,7 @@ def check_history(one: Island, weights: list[list[float]], agreed: list[list[flo
 
 
 @pytest.mark.parametrize("case", TORCHFT["regression"], ids=lambda c: f"{list(c.values())[:2]}")
-def test_fragments_delay_and_mixing_are_those_of_torchfts_regression_test(case: Any) -> None:
+def test_fragments_delay_and_mixing_are_those_of_torchfts_regression_test(case):
     config = settings(**REGRESSION, delay_steps=case["delay_steps"], mixing=case["mixing"])
     group = Group([Island([torch.ones(1)] * 2, config) for _ in range(2)], config, by_two)
     for step in range(18):
@@ -113,7 +113,7 @@ def test_fragments_delay_and_mixing_are_those_of_torchfts_regression_test(case: 
         check_history(one, case["weights"][0], case["agreed"][0])
 
 
-def test_an_island_that_died_goes_on_from_a_members_state_as_in_torchfts_test() -> None:
+def test_an_island_that_died_goes_on_from_a_members_state_as_in_torchfts_test():
     """The second dies after two synchronisations, and comes back with the weights of the start: its
     first three steps do not count."""
     case, config = TORCHFT["failure"], settings(**REGRESSION)
@@ -135,7 +135,7 @@ def uneven(island: int, step: int, fragment: int) -> Tensor:
 
 
 @pytest.mark.parametrize("case", TORCHFT["unequal"], ids=lambda c: f"{list(c.values())[:5]}")
-def test_two_islands_that_differ_follow_torchfts_classes(case: dict[str, Any]) -> None:
+def test_two_islands_that_differ_follow_torchfts_classes(case):
     config = settings(**{name: value for name, value in case.items() if name != "weights"})
     start = [(torch.arange(6).float().reshape(2, 3) - 2 * layer) / 4 for layer in range(2)]
     if config.fragments == 1:  # torchft's one fragment may be the whole model, ours is one tensor
@@ -172,14 +172,12 @@ def bits(tensor: Tensor) -> list[int]:
 
 
 @given(FLOATS, st.lists(st.integers(0, 2**26), min_size=1, max_size=7).filter(any))
-def test_the_mean_of_equal_tensors_is_that_tensor_to_the_bit(
-    values: list[float], weights: list[int]
-) -> None:
+def test_the_mean_of_equal_tensors_is_that_tensor_to_the_bit(values, weights):
     tensor = torch.tensor(values)
     assert bits(weighted_mean([(weight, {"w": tensor}) for weight in weights])["w"]) == bits(tensor)
 
 
-def test_islands_count_by_the_tokens_that_they_have_trained() -> None:
+def test_islands_count_by_the_tokens_that_they_have_trained():
     generator = torch.Generator().manual_seed(0)
     weights = [1000, 10, 333]
     parts = [torch.randn(50, generator=generator) for _ in weights]
@@ -188,7 +186,7 @@ def test_islands_count_by_the_tokens_that_they_have_trained() -> None:
     np.testing.assert_array_equal(mean.numpy(), exact.astype(np.float32))
 
 
-def test_an_island_without_tokens_has_no_weight_in_the_mean() -> None:
+def test_an_island_without_tokens_has_no_weight_in_the_mean():
     nothing = {"w": torch.tensor([float("nan")])}
     assert weighted_mean([(0, nothing), (5, {"w": torch.ones(1)})])["w"].item() == 1.0
     with pytest.raises(ValueError, match="no island has trained"):
@@ -202,9 +200,7 @@ def test_an_island_without_tokens_has_no_weight_in_the_mean() -> None:
     "plain", [{"outer_momentum": 0, "outer_learning_rate": 1}, {"method": "local_sgd"}]
 )
 @given(old=FLOATS, data=st.data())
-def test_at_rate_1_without_momentum_an_island_keeps_its_weights(
-    plain: dict[str, Any], old: list[float], data: st.DataObject
-) -> None:
+def test_at_rate_1_without_momentum_an_island_keeps_its_weights(plain, old, data):
     """So do any number of equal ones. The outer gradient alone would not do: old - (old - new)."""
     floats = st.floats(allow_nan=False, width=32)
     new = torch.tensor(data.draw(st.lists(floats, min_size=len(old), max_size=len(old))))
@@ -215,7 +211,7 @@ def test_at_rate_1_without_momentum_an_island_keeps_its_weights(
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_the_outer_step_is_that_of_torchs_sgd(momentum: float) -> None:
+def test_the_outer_step_is_that_of_torchs_sgd(momentum):
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(40, generator=generator)
     config = settings(outer_momentum=momentum, outer_learning_rate=0.7)
@@ -228,7 +224,7 @@ def test_the_outer_step_is_that_of_torchs_sgd(momentum: float) -> None:
         torch.testing.assert_close(outer.weights["w"], weight.detach(), rtol=1e-6, atol=1e-6)
 
 
-def test_no_operation_of_the_outer_step_is_fused() -> None:
+def test_no_operation_of_the_outer_step_is_fused():
     """Else islands whose processors differ would not have the same bits. numpy fuses nothing."""
     generator = torch.Generator().manual_seed(2)
     outer = OuterFragment({"w": torch.randn(1000, generator=generator)}, settings())
@@ -242,7 +238,7 @@ def test_no_operation_of_the_outer_step_is_fused() -> None:
         np.testing.assert_array_equal(outer.weights["w"].numpy(), weight)
 
 
-def test_weights_of_16_bits_are_averaged_in_float32_and_keep_their_type() -> None:
+def test_weights_of_16_bits_are_averaged_in_float32_and_keep_their_type():
     local = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
     outer = OuterFragment({"w": local}, settings(outer_momentum=0, outer_learning_rate=0.5))
     outer.step({"w": torch.tensor([2**-10, 0.0])})  # too little for 8 significant bits
@@ -253,7 +249,7 @@ def test_weights_of_16_bits_are_averaged_in_float32_and_keep_their_type() -> Non
     assert mixed.tolist() == [1 - 2**-8, 2.0]
 
 
-def test_returned_tensors_do_not_change_later() -> None:
+def test_returned_tensors_do_not_change_later():
     local = torch.ones(3)
     outer = OuterFragment({"w": local}, settings())
     change, state = outer.change({"w": local * 2}), outer.state_dict()
@@ -264,7 +260,7 @@ def test_returned_tensors_do_not_change_later() -> None:
     assert outer.weights["w"].tolist() != [1.0] * 3
 
 
-def test_state_of_other_parameters_or_settings_is_refused() -> None:
+def test_state_of_other_parameters_or_settings_is_refused():
     outer = OuterFragment({"w": torch.ones(3)}, settings())
     for other in (
         OuterFragment({"v": torch.ones(3)}, settings()),
@@ -275,7 +271,7 @@ def test_state_of_other_parameters_or_settings_is_refused() -> None:
             outer.load_state_dict(other.state_dict())
 
 
-def test_fragments_are_whole_layers_balanced_by_bytes_in_the_order_of_the_model() -> None:
+def test_fragments_are_whole_layers_balanced_by_bytes_in_the_order_of_the_model():
     assert cut(MODEL, 1) == (tuple(MODEL),)
     first, second = cut(MODEL, 2)
     assert first == ("model.embed_tokens.weight",)
@@ -284,7 +280,7 @@ def test_fragments_are_whole_layers_balanced_by_bytes_in_the_order_of_the_model(
     assert [len(part) for part in cut(MODEL, 6)] == [1, 2, 2, 2, 2, 1]
 
 
-def test_tensors_of_a_layer_stay_together_wherever_they_stand() -> None:
+def test_tensors_of_a_layer_stay_together_wherever_they_stand():
     sizes = {f"h.{layer}.experts.{e}.w": 1 for e in range(3) for layer in range(2)}
     assert cut(sizes, 2) == (
         tuple(f"h.0.experts.{e}.w" for e in range(3)),
@@ -292,13 +288,13 @@ def test_tensors_of_a_layer_stay_together_wherever_they_stand() -> None:
     )
 
 
-def test_more_fragments_than_there_is_to_cut_are_refused() -> None:
+def test_more_fragments_than_there_is_to_cut_are_refused():
     with pytest.raises(ConfigError, match=r"island.fragments is 7, but only 6 layers or tensors"):
         cut(MODEL, 7)
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.data())
-def test_no_other_cut_is_more_even(sizes: list[int], data: st.DataObject) -> None:
+def test_no_other_cut_is_more_even(sizes, data):
     count = data.draw(st.integers(1, len(sizes)))
 
     def unevenness(ends: tuple[int, ...]) -> int:
@@ -320,14 +316,12 @@ def test_no_other_cut_is_more_even(sizes: list[int], data: st.DataObject) -> Non
         ((7, 3, 1), [(0, 1, 2), (1, 3, 4), (2, 6, 7)]),
     ],
 )
-def test_each_fragment_has_its_time_in_a_round(
-    settings: tuple[int, int, int], expected: list[tuple[int, int, int]]
-) -> None:
+def test_each_fragment_has_its_time_in_a_round(settings, expected):
     assert [(s.fragment, s.sent_after, s.applied_after) for s in schedule(*settings)] == expected
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(0, 20))
-def test_one_fragment_is_under_way_at_a_time(steps: int, fragments: int, delay: int) -> None:
+def test_one_fragment_is_under_way_at_a_time(steps, fragments, delay):
     """With settings as the configuration accepts them: less delay than lies between two."""
     steps = max(steps, fragments * (delay + 1))
     times = [t for s in schedule(steps, fragments, delay) for t in (s.sent_after, s.applied_after)]

@@ -47,11 +47,11 @@ def refuse(hashes: Mapping[str, Any], me: str = "a") -> list[str]:
         ({"a": "x"}, []),
     ],
 )
-def test_the_island_with_other_weights_than_most_is_found(hashes: Any, odd: list[str]) -> None:
+def test_the_island_with_other_weights_than_most_is_found(hashes, odd):
     assert refuse(hashes) == odd
 
 
-def test_an_island_that_finds_its_own_weights_wrong_ends() -> None:
+def test_an_island_that_finds_its_own_weights_wrong_ends():
     with pytest.raises(ProtocolError, match="it has come to other weights than the others"):
         refuse({"a": "y", "b": "x", "c": "x"})
 
@@ -64,7 +64,7 @@ def decided(decision: Mapping[str, Any]) -> dict[str, Any]:
     return _decided(decision, ROUND, Ledger(((0, 4),)), IslandSession())  # type: ignore[arg-type]
 
 
-def test_a_decision_lists_the_steps_that_count() -> None:
+def test_a_decision_lists_the_steps_that_count():
     assert decided(RIGHT) == {"a": ((4, 6),), "b": ()}
 
 
@@ -82,6 +82,6 @@ def test_a_decision_lists_the_steps_that_count() -> None:
         ({"steps": {"z": [[4, 5]]}}, "island z has done steps"),
     ],
 )
-def test_an_invalid_decision_is_refused(change: dict[str, Any], said: str) -> None:
+def test_an_invalid_decision_is_refused(change, said):
     with pytest.raises(ProtocolError, match=f"island [abz] .*{said}|{said}"):
         decided({**RIGHT, **change})

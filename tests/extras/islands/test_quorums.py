@@ -21,7 +21,7 @@ from tests.extras.islands.optional import need_torchft
 from tests.pools import leaving_nothing
 
 
-def test_a_quorum_has_all_living_replicas_and_the_numbers_of_their_questions() -> None:
+def test_a_quorum_has_all_living_replicas_and_the_numbers_of_their_questions():
     need_torchft()
     with leaving_nothing():
         with closing(Quorums(min_islands=2)) as quorums:
@@ -45,9 +45,7 @@ def test_a_quorum_has_all_living_replicas_and_the_numbers_of_their_questions() -
         ("win32", "AMD64", "Linux x86-64 alone"),
     ],
 )
-def test_missing_torchft_is_reported_with_the_package(
-    monkeypatch: pytest.MonkeyPatch, system: str, machine: str, hint: str
-) -> None:
+def test_missing_torchft_is_reported_with_the_package(monkeypatch, system, machine, hint):
     imported: Callable[..., Any] = builtins.__import__
 
     def without_torchft(name: str, *more: Any) -> Any:
@@ -63,7 +61,7 @@ def test_missing_torchft_is_reported_with_the_package(
     assert re.search(hint, str(found.value.hint))
 
 
-def test_an_old_torchft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_torchft_is_refused(monkeypatch):
     old = SimpleNamespace(coordination=SimpleNamespace(LighthouseClient=object))
     monkeypatch.setitem(sys.modules, "torchft", old)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="too old"):

@@ -35,7 +35,7 @@ BASE: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def same_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def same_data(monkeypatch):
     monkeypatch.setattr(
         summed_steps, "order_facts", lambda order, fingerprint: {"data": fingerprint}
     )
@@ -74,7 +74,7 @@ def facts_of(config: Any, tokens: str = "") -> dict[str, Any]:
         ({"island": {"sync_steps": 4}}, "island.sync_steps"),
     ],
 )
-def test_another_setting_is_named(sections: dict[str, Any], key: str) -> None:
+def test_another_setting_is_named(sections, key):
     if key.startswith("wire"):
         other = facts_of(Config.from_dict({**BASE, **sections}))
     else:
@@ -82,12 +82,12 @@ def test_another_setting_is_named(sections: dict[str, Any], key: str) -> None:
     assert differing(facts(), other) == [key]
 
 
-def test_other_data_are_named() -> None:
+def test_other_data_are_named():
     config = Config.from_dict(BASE)
     assert differing(facts_of(config, "some"), facts_of(config, "others")) == ["data"]
 
 
-def test_machines_and_paths_may_differ() -> None:
+def test_machines_and_paths_may_differ():
     other = facts(
         model={"name_or_path": "elsewhere", "attn_implementation": "eager"},
         training={"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
@@ -97,7 +97,7 @@ def test_machines_and_paths_may_differ() -> None:
     assert differing(facts(), other) == []
 
 
-def test_every_setting_that_changes_the_result_is_among_the_facts() -> None:
+def test_every_setting_that_changes_the_result_is_among_the_facts():
     config = Config.from_dict(BASE)
     raw = config.to_dict()
     before, missed = facts_of(config), []
@@ -188,7 +188,7 @@ def of(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("order", ["abc", "cba", "bca"])
-def test_gradients_are_added_by_name_in_any_arrival_order(order: str) -> None:
+def test_gradients_are_added_by_name_in_any_arrival_order(order):
     """In float32 1e8 + 1 - 1e8 is 0, and 1e8 - 1e8 + 1 is 1."""
     _, islands = sums_on("abc")
     values = {"a": 1e8, "b": 1.0, "c": -1e8}
@@ -204,9 +204,7 @@ def test_gradients_are_added_by_name_in_any_arrival_order(order: str) -> None:
         ([1 + 1e-12] * 2, torch.float64, 2 + 2e-12),
     ],
 )
-def test_sums_of_at_least_float32_are_rounded_once(
-    values: list[float], dtype: torch.dtype, total: float
-) -> None:
+def test_sums_of_at_least_float32_are_rounded_once(values, dtype, total):
     _, islands = sums_on("abc"[: len(values)])
     give_all(islands, {k: {"x": of(v, dtype)} for k, v in zip(islands, values, strict=True)})
     for island in islands.values():
@@ -214,21 +212,21 @@ def test_sums_of_at_least_float32_are_rounded_once(
         assert (found.dtype, found.tolist()) == (dtype, [total] * 2)
 
 
-def test_a_single_island_keeps_its_own_bits() -> None:
+def test_a_single_island_keeps_its_own_bits():
     _, islands = sums_on("a")
     own = torch.randn(5).to(torch.bfloat16)
     give_all(islands, {"a": {"x": own}})
     assert torch.equal(islands["a"].sums(["x"])["x"], own)
 
 
-def test_gradients_are_summed_over_the_islands_that_have_them() -> None:
+def test_gradients_are_summed_over_the_islands_that_have_them():
     _, islands = sums_on("abc")
     give_all(islands, {"a": {"x": of(1)}, "b": {"x": of(2), "y": of(3)}, "c": {}})
     for island in islands.values():
         assert summed(island, "x", "y", "z") == {"x": [3, 3], "y": [3, 3]}
 
 
-def test_sums_wait_for_the_gradients_of_all_islands() -> None:
+def test_sums_wait_for_the_gradients_of_all_islands():
     _, islands = sums_on("ab")
     islands["a"].give(part({"x": of(1), "y": of(1)}))
     assert summed(islands["a"], "x") is None
@@ -239,7 +237,7 @@ def test_sums_wait_for_the_gradients_of_all_islands() -> None:
     assert summed(islands["a"], "x", "y") == {"x": [3, 3], "y": [1, 1]}
 
 
-def test_a_gradient_given_twice_is_sent_once_and_the_first_counts() -> None:
+def test_a_gradient_given_twice_is_sent_once_and_the_first_counts():
     beach, islands = sums_on("ab")
     first = of(1)
     islands["a"].give(part({"x": first}))
@@ -255,9 +253,7 @@ def test_a_gradient_given_twice_is_sent_once_and_the_first_counts() -> None:
 
 @pytest.mark.parametrize("other", [torch.ones(3), torch.ones(2, dtype=torch.float16)])
 @pytest.mark.parametrize("members", ["cab", "bc", "abcd"])
-def test_the_island_with_another_gradient_shape_is_blamed_by_all(
-    other: Tensor, members: str
-) -> None:
+def test_the_island_with_another_gradient_shape_is_blamed_by_all(other, members):
     """Of two it is the second by name. Also by one that has none itself."""
     _, islands = sums_on("".join(sorted(members)))
     odd = max(members[:3])
@@ -269,7 +265,7 @@ def test_the_island_with_another_gradient_shape_is_blamed_by_all(
             island.sums(["x"])
 
 
-def test_losses_are_those_of_all_islands() -> None:
+def test_losses_are_those_of_all_islands():
     beach, islands = sums_on("ab")
     for name, own in (("a", [0.5]), ("b", [0.25, 1 / 3])):
         Side(beach, name).send(NUMBER, "losses", {"losses": torch.tensor(own, dtype=torch.float64)})
@@ -279,14 +275,14 @@ def test_losses_are_those_of_all_islands() -> None:
 @pytest.mark.parametrize(
     "said", [{}, {"losses": torch.ones(1)}, {"x": torch.ones(1, dtype=torch.float64)}]
 )
-def test_invalid_losses_are_refused(said: Tensors) -> None:
+def test_invalid_losses_are_refused(said):
     beach, islands = sums_on("ab")
     Side(beach, "b").send(NUMBER, "losses", said)
     with pytest.raises(MemberLost, match="island b sends no losses"):
         islands["a"].losses([1.0], lambda: None)
 
 
-def test_the_islands_with_values_that_are_not_finite_are_known() -> None:
+def test_the_islands_with_values_that_are_not_finite_are_known():
     _, islands = sums_on("abc")
     give_all(islands, {"a": {"w": of(1)}, "b": {"w": of(math.nan)}, "c": {"w": of(2)}})
     for name, loss in {"a": 1.0, "b": 2.0, "c": -math.inf}.items():

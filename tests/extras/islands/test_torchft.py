@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from hetero_framework.extras.islands.outer_rounds import OuterRounds
 from hetero_framework.extras.islands.quorums import Quorums
 from tests.extras.islands.optional import need_torchft
 from tests.extras.islands.test_islands import quorums, train_pair  # noqa: F401
-from tests.pools import Pool
 from tests.samples import WORDS
 
 pytestmark = [
@@ -76,12 +74,12 @@ class Kept:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def torchft() -> None:
+def torchft():
     need_torchft()
 
 
 @pytest.fixture
-def settings(llama: Path, tmp_path: Path) -> dict[str, Any]:
+def settings(llama, tmp_path):
     """All samples have as many tokens, so that weights by tokens are those of torchft: equal."""
     lines = [json.dumps({"text": " ".join(WORDS[k % 7 :] * 3)}) for k in range(48)]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines), encoding="utf-8")
@@ -90,9 +88,7 @@ def settings(llama: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def run(
-    pool: Pool, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Kept]:
+def run(pool, settings, tmp_path, monkeypatch):
     def train(at: str, section: dict[str, Any], a_cuts: list[int], b_cuts: list[int]) -> Kept:
         kept = Kept()
         monkeypatch.setattr(islands, "OuterRounds", kept.recording())
@@ -160,7 +156,7 @@ def farthest(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> 
     return found
 
 
-def test_rounds_equal_torchft(run: Callable[..., Kept], settings: Any, tmp_path: Path) -> None:
+def test_rounds_equal_torchft(run, settings, tmp_path):
     sections = {name: {**SECTION, **changed} for name, changed in CASES.items()}
     whole = {name: run(f"whole/{name}", section, [], []) for name, section in sections.items()}
     cases = {

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -40,7 +39,7 @@ Launch = Callable[..., int]
 
 
 @pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
+def launch(tmp_path, monkeypatch):
     """`hetero launch` on the coordinator's machine, in a directory with a space in its name."""
     monkeypatch.setattr(addresses, "local_addresses", lambda: ["127.0.0.1", "192.168.1.10"])
     monkeypatch.setattr(addresses, "local_hostnames", lambda: ["desk"])
@@ -86,9 +85,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_files_are_the_golden_ones(
-    launch: Launch, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_are_the_golden_ones(launch, tmp_path, way, monkeypatch):
     """HETERO_WRITE_GOLDEN=1 writes them anew, to be read."""
     monkeypatch.setattr(launch_files, "_DRI", tmp_path)
     (tmp_path / "renderD128").touch()
@@ -113,7 +110,7 @@ def test_the_files_are_the_golden_ones(
 
 
 @pytest.mark.skipif(COMPOSE is None, reason="needs docker compose, of any version")
-def test_compose_accepts_its_file(launch: Launch) -> None:
+def test_compose_accepts_its_file(launch):
     assert launch("--compose") == 0
     words = [*COMPOSE, "-f", "launch/compose.yaml", "config"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
@@ -122,7 +119,7 @@ def test_compose_accepts_its_file(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_file_holds_the_authoritys_key(launch: Launch, way: str) -> None:
+def test_no_file_holds_the_authoritys_key(launch, way):
     assert launch(f"--{way.removesuffix('-away')}", *WAYS[way]) == 0
     secret = KeyDirectory(Path("hetero_keys").absolute()).read(AUTHORITY).split(b"-----")[2].strip()
     assert len(secret) > 100
@@ -132,15 +129,13 @@ def test_no_file_holds_the_authoritys_key(launch: Launch, way: str) -> None:
         assert file.parent.stat().st_mode & 0o077 == 0 or file.parent == Path("launch/keys")
 
 
-def test_an_insecure_launch_needs_no_keys(launch: Launch) -> None:
+def test_an_insecure_launch_needs_no_keys(launch):
     assert launch("--ssh", "--insecure-plaintext") == 0
     assert not Path("hetero_keys").exists()
     assert "--insecure-plaintext" in Path("launch/ssh.sh").read_text()
 
 
-def test_a_launch_that_differs_is_kept_without_force(
-    launch: Launch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launch_that_differs_is_kept_without_force(launch, capsys):
     assert launch("--ssh") == 0
     before = Path("launch/ssh.sh").read_bytes()
     assert launch("--ssh") == 0
@@ -153,9 +148,7 @@ def test_a_launch_that_differs_is_kept_without_force(
     assert there == ["cluster.json", "hetero_keys", "launch"]
 
 
-def test_a_directory_of_others_is_never_replaced(
-    launch: Launch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_of_others_is_never_replaced(launch, capsys):
     Path("launch").mkdir()
     Path("launch/thesis.txt").write_text("")
     assert launch("--ssh", "--overwrite") == 2
@@ -181,15 +174,13 @@ def test_a_directory_of_others_is_never_replaced(
         (("--ssh", "--host", "1="), "1= is not"),
     ],
 )
-def test_what_cannot_be_launched_says_why(
-    launch: Launch, words: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_launched_says_why(launch, words, problem, capsys):
     assert launch(*words) == 2
     assert problem in capsys.readouterr().err
     assert not Path("launch").exists()
 
 
-def test_compose_mounts_what_the_configuration_names(launch: Launch, tmp_path: Path) -> None:
+def test_compose_mounts_what_the_configuration_names(launch, tmp_path):
     outside, place = tmp_path / "outside", Path.cwd()
     outside.mkdir()
     (outside / "data.jsonl").touch()
@@ -214,8 +205,8 @@ def test_compose_mounts_what_the_configuration_names(launch: Launch, tmp_path: P
     ],
 )
 def test_ssh_that_fails_or_hangs_ends_with_the_launch(
-    launch: Launch, script: str, code: int, said: str, monkeypatch: Any, capsys: Any
-) -> None:
+    launch, script, code, said, monkeypatch, capsys
+):
     ssh = Path("bin/ssh")
     ssh.parent.mkdir()
     ssh.write_text(f"#!/bin/sh\n{script}\n")
@@ -227,15 +218,13 @@ def test_ssh_that_fails_or_hangs_ends_with_the_launch(
     assert "\\r" not in text
 
 
-def test_options_that_train_does_not_have_end_the_command(launch: Launch) -> None:
+def test_options_that_train_does_not_have_end_the_command(launch):
     for words in (["--bogus"], ["--resume", "never"]):
         with pytest.raises(SystemExit):
             launch("--ssh", "--", *words)
 
 
-def test_without_the_authority_no_key_is_made(
-    launch: Launch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_authority_no_key_is_made(launch, capsys):
     assert launch("--ssh") == 0
     Path("hetero_keys", AUTHORITY).unlink()
     Path("hetero_keys", "worker-2.pem").unlink()

@@ -110,13 +110,13 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
+def place(tmp_path):
     with sshd.ssh_server(tmp_path / "sshd", free_ports(1)[0]) as server:
         yield Place(tmp_path / "a home", server)
         wait_until(lambda: not server.sessions(), "an ssh connection outlives the launcher")
 
 
-def test_ctrl_c_ends_the_coordinator_first_and_then_the_workers(place: Place) -> None:
+def test_ctrl_c_ends_the_coordinator_first_and_then_the_workers(place):
     imported = place.at / "my model.py"
     imported.write_text("")
     options = ("--set", "training.seed=3", "--import", str(imported), "--", "--fresh")
@@ -136,7 +136,7 @@ def test_ctrl_c_ends_the_coordinator_first_and_then_the_workers(place: Place) ->
     assert (place.remote / "imports/0.py").exists()
 
 
-def test_a_second_ctrl_c_ends_all_at_once(place: Place) -> None:
+def test_a_second_ctrl_c_ends_all_at_once(place):
     place.write_hetero("nothing", until="sleep 60 & wait")
     with place.started() as process:
         process.send_signal(signal.SIGINT)
@@ -146,13 +146,13 @@ def test_a_second_ctrl_c_ends_all_at_once(place: Place) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
-def test_a_killed_launcher_leaves_no_process_behind(place: Place) -> None:
+def test_a_killed_launcher_leaves_no_process_behind(place):
     with place.started() as process:
         process.kill()
     wait_until(lambda: len(place.ended()) == 3, "not all have ended")
 
 
-def test_a_lost_connection_of_a_worker_is_made_again(place: Place) -> None:
+def test_a_lost_connection_of_a_worker_is_made_again(place):
     with place.started() as process:
         (place.seen / "1.args").unlink()
         ssh = next(
@@ -165,7 +165,7 @@ def test_a_lost_connection_of_a_worker_is_made_again(place: Place) -> None:
         assert process.wait(WAIT_S) == 75, place.said()
 
 
-def test_a_worker_that_ends_is_named_and_the_run_goes_on(place: Place) -> None:
+def test_a_worker_that_ends_is_named_and_the_run_goes_on(place):
     place.write_hetero("worker")
     with place.started() as process:
         wait_until(lambda: "worker 2 has ended: exit code 5" in place.said(), "nobody was told")
@@ -174,14 +174,14 @@ def test_a_worker_that_ends_is_named_and_the_run_goes_on(place: Place) -> None:
         assert process.wait(WAIT_S) == 75, place.said()
 
 
-def test_the_coordinators_exit_code_is_the_launchers(place: Place) -> None:
+def test_the_coordinators_exit_code_is_the_launchers(place):
     place.write_hetero("train")
     done = place.launch()
     assert done.returncode == 5, done.stderr
     assert sorted(place.ended()) == ["1", "2"]
 
 
-def test_machines_that_cannot_take_part_are_named_before_anything_starts(place: Place) -> None:
+def test_machines_that_cannot_take_part_are_named_before_anything_starts(place):
     place.hosts |= {"1": "nobody.invalid", "2": "stranger@127.0.0.1"}
     done = place.launch()
     assert done.returncode == 2
@@ -203,9 +203,7 @@ def test_machines_that_cannot_take_part_are_named_before_anything_starts(place: 
         ("echo No module named x >&2; exit 1", "hetero --version failed: No module named x"),
     ],
 )
-def test_another_installation_is_told_before_anything_starts(
-    place: Place, program: str | None, problem: str
-) -> None:
+def test_another_installation_is_told_before_anything_starts(place, program, problem):
     if program is None:
         place.hetero.unlink()
     else:
@@ -216,7 +214,7 @@ def test_another_installation_is_told_before_anything_starts(
     assert "nothing was started" in done.stderr
 
 
-def test_the_authoritys_key_is_never_sent(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_authoritys_key_is_never_sent(place, monkeypatch):
     """All that goes into ssh is kept: its words and its input."""
     place.write_hetero("train")
     tools, sent = place.at / "tools", place.at / "sent"

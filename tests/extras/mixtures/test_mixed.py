@@ -49,7 +49,7 @@ def theirs() -> list[datasets.Dataset]:
 @pytest.mark.parametrize("stop", STOPS)
 @pytest.mark.parametrize("weights", [(), (1.0, 1.0, 1.0), (0.2, 0.5, 0.3), (3.0, 0.5, 11.0)])
 @pytest.mark.parametrize("seed", [3, 42])
-def test_order_is_that_of_interleave_datasets(tmp_path: Path, stop, weights, seed) -> None:
+def test_order_is_that_of_interleave_datasets(tmp_path, stop, weights, seed):
     section = {"train": sources(*weights), "mixing": "interleave", "stopping_strategy": stop}
     data = loaded(tmp_path, section, seed=seed)
     shares = [weight / sum(weights) for weight in weights]
@@ -60,14 +60,14 @@ def test_order_is_that_of_interleave_datasets(tmp_path: Path, stop, weights, see
 
 
 @pytest.mark.parametrize("size", [0.25, 5])
-def test_examples_are_held_out_as_by_train_test_split(tmp_path: Path, size: float) -> None:
+def test_examples_are_held_out_as_by_train_test_split(tmp_path, size):
     data = loaded(tmp_path, {"train": sources(), "val_set_size": size}, data_seed=9)
     expected = datasets.concatenate_datasets(theirs()).train_test_split(size, seed=9)
     assert texts(data) == expected["train"]["text"][:]
     assert texts(data, data.eval_sets[""]) == expected["test"]["text"][:]
 
 
-def test_no_example_is_both_trained_and_held_out(tmp_path: Path) -> None:
+def test_no_example_is_both_trained_and_held_out(tmp_path):
     section = {"train": sources(), "mixing": "interleave", "stopping_strategy": "all_exhausted"}
     data = loaded(tmp_path, {**section, "val_set_size": 9})
     held_out = texts(data, data.eval_sets[""])
@@ -76,7 +76,7 @@ def test_no_example_is_both_trained_and_held_out(tmp_path: Path) -> None:
     assert len(set(held_out) | set(texts(data))) == sum(SIZES.values())
 
 
-def test_a_source_has_settings_of_its_own(tmp_path: Path) -> None:
+def test_a_source_has_settings_of_its_own(tmp_path):
     write_jsonl(tmp_path / "qa.jsonl", [{"q": f"Q{k}", "a": f" A{k}"} for k in range(5)])
     named = {"prompt": "q", "completion": "a"}
     train = [
@@ -94,7 +94,7 @@ def test_a_source_has_settings_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", [{}, {"packing": True}, {"padding_free": True}])
-def test_each_token_of_a_micro_batch_is_marked(tmp_path: Path, packing) -> None:
+def test_each_token_of_a_micro_batch_is_marked(tmp_path, packing):
     section = {"train": sources(), "max_length": 48, "val_set_size": 4, **packing}
     data = loaded(tmp_path, section, per_device_train_batch_size=4)
     tokenizer = tiny_tokenizer()
@@ -114,7 +114,7 @@ def test_each_token_of_a_micro_batch_is_marked(tmp_path: Path, packing) -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("eval_sets", ["eval.jsonl", {"one": "eval.jsonl", "two": "code.jsonl"}])
-def test_evaluation_files_are_of_no_source(tmp_path: Path, streaming, eval_sets) -> None:
+def test_evaluation_files_are_of_no_source(tmp_path, streaming, eval_sets):
     write_jsonl(tmp_path / "eval.jsonl", rows("eval", 60))  # more than there are to train on
     tiny_tokenizer().save_pretrained(tmp_path / "model")  # which the stream's process reads
     section = {"train": sources(), "eval": eval_sets, "max_length": 48, "streaming": streaming}
@@ -129,7 +129,7 @@ def test_evaluation_files_are_of_no_source(tmp_path: Path, streaming, eval_sets)
         data.close()
 
 
-def test_a_tokenised_source_is_found_again(tmp_path: Path) -> None:
+def test_a_tokenised_source_is_found_again(tmp_path):
     first = loaded(tmp_path, {"train": sources(), "val_set_size": 3})
     again = loaded(tmp_path, {"train": sources(), "val_set_size": 3})
     assert first.fingerprint == again.fingerprint
@@ -157,18 +157,18 @@ def test_a_tokenised_source_is_found_again(tmp_path: Path) -> None:
         ("code.jsonl", {"val_set_size": 23}, "val_set_size is 23 of 23 examples"),
     ],
 )
-def test_what_cannot_be_mixed_is_refused(tmp_path: Path, train, more, message) -> None:
+def test_what_cannot_be_mixed_is_refused(tmp_path, train, more, message):
     with pytest.raises((ConfigError, DataError), match=message):
         loaded(tmp_path, {"train": train, **more})
 
 
-def test_a_source_without_a_token_to_learn_is_named(tmp_path: Path) -> None:
+def test_a_source_without_a_token_to_learn_is_named(tmp_path):
     write_jsonl(tmp_path / "short.jsonl", [{"text": ""}] * 3)
     with pytest.raises(DataError, match=r"data.train \(empty\): none of the 3 examples"):
         loaded(tmp_path, {"train": ["code.jsonl", {"path": "short.jsonl", "name": "empty"}]})
 
 
-def test_a_folder_has_several_configurations(tmp_path: Path) -> None:
+def test_a_folder_has_several_configurations(tmp_path):
     folder = tmp_path / "both"
     folder.mkdir()
     for name in ("easy", "hard"):
@@ -182,7 +182,7 @@ def test_a_folder_has_several_configurations(tmp_path: Path) -> None:
     assert texts(data) == [f"{name} number {k}" for name in ("hard", "easy") for k in range(3)]
 
 
-def test_pairs_are_mixed_too(tmp_path: Path) -> None:
+def test_pairs_are_mixed_too(tmp_path):
     for name, size in SIZES.items():
         pairs = [
             {"prompt": f"{name} {k}?", "chosen": " Yes.", "rejected": " No."} for k in range(size)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.xdist_group("pool2")
 
 
 @pytest.fixture
-def section(tmp_path: Path) -> dict[str, Any]:
+def section(tmp_path):
     first = save_texts(tmp_path / "first.jsonl", 13)
     texts = save_texts(tmp_path / "all.jsonl", 21).read_text().splitlines()[13:]
     second = write_jsonl(tmp_path / "second.jsonl", [json.loads(line) for line in texts])
@@ -39,7 +39,7 @@ def of_sources(output: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("packing", [{}, {"packing": True}, {"padding_free": True}])
-def test_are_those_of_the_model(pool, losses, llama, section, tmp_path, capsys, packing) -> None:
+def test_are_those_of_the_model(pool, losses, llama, section, tmp_path, capsys, packing):
     section |= packing
     training = {"max_steps": 3, "learning_rate": 1e-4, "eval_on_start": True, "logging_steps": 1}
     ours = losses([], "one", data=section, training=training)
@@ -77,7 +77,7 @@ def test_are_those_of_the_model(pool, losses, llama, section, tmp_path, capsys, 
     assert evaluated.keys() <= {"eval_loss/one", "eval_loss/two"}
 
 
-def test_a_run_is_the_same_with_sources_as_with_a_list_of_files(losses, section, tmp_path) -> None:
+def test_a_run_is_the_same_with_sources_as_with_a_list_of_files(losses, section, tmp_path):
     del section["val_set_size"]
     listed = {**section, "train": [source["path"] for source in section["train"]]}
     training = {"max_steps": 3}

@@ -12,7 +12,7 @@ from hetero_framework.models.cut.shard import build_shard
 from hetero_framework.models.cut.tiny import probe_inputs, stock_class, tiny_config
 
 
-def test_ids_of_a_token_become_rows_of_the_model() -> None:
+def test_ids_of_a_token_become_rows_of_the_model():
     ids = torch.tensor([[10, 20, 11, 21, 12], [30, 40, 0, 0, 0]])
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
     inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
@@ -25,9 +25,7 @@ def test_ids_of_a_token_become_rows_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(("model_type", "count"), [("musicgen", 4), ("moshi", 1), ("llama", 1)])
-def test_a_model_has_as_many_ids_a_token_as_embeddings_to_add_up(
-    model_type: str, count: int
-) -> None:
+def test_a_model_has_as_many_ids_a_token_as_embeddings_to_add_up(model_type, count):
     config = tiny_config(model_type)
     assert ids_per_token(stock_class(config)._from_config(config)) == count
     structure = introspect(config)
@@ -36,11 +34,11 @@ def test_a_model_has_as_many_ids_a_token_as_embeddings_to_add_up(
 
 
 @pytest.mark.parametrize("cuts", [[3], [0, 6]])
-def test_every_codebook_trains_to_the_bit(cuts: list[int]) -> None:
+def test_every_codebook_trains_to_the_bit(cuts):
     assert verify_model(model_type="musicgen", cuts=cuts).verdict == "bit-equal"
 
 
-def test_the_loss_is_the_mean_that_the_class_takes_of_its_codebooks() -> None:
+def test_the_loss_is_the_mean_that_the_class_takes_of_its_codebooks():
     """The class wants labels [B, S, C] of the tokens that come next."""
     config = tiny_config("musicgen")
     layers, count = introspect(config).num_layers, introspect(config).ids_per_token

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from tests.unit.models.files.test_quantization import SETTINGS
 QWEN, GEMMA = "Qwen2_5_VLForConditionalGeneration", "Gemma3ForConditionalGeneration"
 
 
-def test_the_loss_of_all_routers_passes_to_the_bit() -> None:
+def test_the_loss_of_all_routers_passes_to_the_bit():
     config: Any = tiny_config("dbrx")
     config.output_router_logits = True
     config.router_aux_loss_coef = 0.5
@@ -35,14 +34,14 @@ def test_the_loss_of_all_routers_passes_to_the_bit() -> None:
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
 
-def test_an_architecture_that_does_not_run_in_autocast_says_so() -> None:
+def test_an_architecture_that_does_not_run_in_autocast_says_so():
     result = verify_model(model_type="dbrx")
     assert result.passed
     assert result.half.startswith("the whole model does not run (RuntimeError: index_add_()")
 
 
 @pytest.mark.parametrize("cuts", [[3, 4], [2, 3]])
-def test_blocks_that_text_does_not_reach_may_stand_anywhere(cuts: list[int]) -> None:
+def test_blocks_that_text_does_not_reach_may_stand_anywhere(cuts):
     """Block 3 attends to images: a stage of it alone hands on what it gets."""
     config = tiny_config("mllama")
     structure = introspect(config)
@@ -51,7 +50,7 @@ def test_blocks_that_text_does_not_reach_may_stand_anywhere(cuts: list[int]) -> 
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
 
-def test_a_loss_that_needs_images_is_replaced_by_the_next_token_loss() -> None:
+def test_a_loss_that_needs_images_is_replaced_by_the_next_token_loss():
     """GIT's begins behind the tokens of an image."""
     config = tiny_config("git")
     assert not introspect(config).loss_counts_items
@@ -60,7 +59,7 @@ def test_a_loss_that_needs_images_is_replaced_by_the_next_token_loss() -> None:
 
 
 @pytest.mark.long
-def test_positions_of_padding_that_embeddings_would_change_are_those_of_ids() -> None:
+def test_positions_of_padding_that_embeddings_would_change_are_those_of_ids():
     """Without token ids this class gives padding other positions. No loss shows that, but the sizes
     of an expert's products do, and with them how their sums are rounded."""
     config = tiny_config("Qwen3OmniMoeThinkerForConditionalGeneration")
@@ -71,7 +70,7 @@ def test_positions_of_padding_that_embeddings_would_change_are_those_of_ids() ->
 
 
 @pytest.mark.parametrize("limit", [None, 5], ids=["whole", "in chunks"])
-def test_classes_without_an_item_count_average_means_as_the_trainer(limit: int | None) -> None:
+def test_classes_without_an_item_count_average_means_as_the_trainer(limit):
     config = tiny_config(QWEN)
     layers = introspect(config).num_layers
     shard = build_shard(config, None, ShardRange(0, layers, True, True), dtype=torch.float32)
@@ -93,7 +92,7 @@ def test_classes_without_an_item_count_average_means_as_the_trainer(limit: int |
     torch.testing.assert_close(total / tokens, 3 * expected.detach())
 
 
-def test_noise_needs_one_embedding() -> None:
+def test_noise_needs_one_embedding():
     config = tiny_config("musicgen")
     whole = ShardRange(0, introspect(config).num_layers, is_first=True, is_last=True)
     shard = build_shard(config, None, whole, dtype=torch.float32)
@@ -102,9 +101,7 @@ def test_noise_needs_one_embedding() -> None:
 
 
 @pytest.mark.parametrize("name", seldom([QWEN, GEMMA], GEMMA))
-def test_the_language_part_of_a_multimodal_class_is_quantised_as_in_the_whole(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_language_part_of_a_multimodal_class_is_quantised_as_in_the_whole(name, tmp_path):
     base = save_multimodal(tmp_path / "base", name)
     cls = getattr(transformers, name)
     settings = {"quantization_config": SETTINGS["nf4"], "device_map": {"": "cpu"}}
@@ -119,6 +116,6 @@ def test_the_language_part_of_a_multimodal_class_is_quantised_as_in_the_whole(
 
 
 @pytest.mark.long
-def test_the_refusal_of_other_blocks_names_them() -> None:
+def test_the_refusal_of_other_blocks_names_them():
     with pytest.raises(ArchitectureError, match="no one hidden size"):
         introspect(tiny_config("blt"))

@@ -3,8 +3,6 @@ classes."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from peft import PeftConfig
@@ -36,20 +34,20 @@ NAME = "FastVlmForConditionalGeneration"
 @pytest.mark.parametrize(
     "name", [NAME, *(pytest.param(n, marks=pytest.mark.long) for n in ("gemma3n", "perception_lm"))]
 )
-def test_text_trains_to_the_bit_without_the_package(name: str) -> None:
+def test_text_trains_to_the_bit_without_the_package(name):
     config = tiny_config(name)
     assert "model.vision_tower" in towers(config)
     result = compare(config, ranges_between([0, 2, 5, 6]))
     assert (result.verdict, result.reason) == ("bit-equal", "")
 
 
-def test_a_part_that_is_there_is_never_replaced() -> None:
+def test_a_part_that_is_there_is_never_replaced():
     config = tiny_config("LlavaForConditionalGeneration")
     assert not stand_in(config)
     assert not issubclass(AutoModel._model_mapping[type(config.vision_config)], AbsentPart)
 
 
-def test_text_that_needs_the_part_is_refused_with_the_package(monkeypatch) -> None:
+def test_text_that_needs_the_part_is_refused_with_the_package(monkeypatch):
     config = tiny_config(NAME)
     towers(config)
     cls = language.stock_class(config)
@@ -65,7 +63,7 @@ def test_text_that_needs_the_part_is_refused_with_the_package(monkeypatch) -> No
         introspect(config)
 
 
-def test_tensors_of_missing_parts_are_copied_into_the_result(tmp_path: Path) -> None:
+def test_tensors_of_missing_parts_are_copied_into_the_result(tmp_path):
     base = save_multimodal(tmp_path / "base", NAME)
     source = ModelSource(ModelConfig(name_or_path=str(base)), base)
     with pytest.raises(ModelError, match=r"lacks 1 .* has to hold: model\.vision_tower"):
@@ -81,7 +79,7 @@ def test_tensors_of_missing_parts_are_copied_into_the_result(tmp_path: Path) -> 
     assert_same(ours, files_of(base))
 
 
-def test_an_adapter_excludes_missing_parts(tmp_path: Path) -> None:
+def test_an_adapter_excludes_missing_parts(tmp_path):
     base = save_multimodal(tmp_path / "base", NAME)
     pieces = shards(base, 0, 3, 6, adapter=AdapterConfig(r=4, target_modules=("q_proj",)))
     folder = write_trained(pieces, base, tmp_path / "adapter")

@@ -54,7 +54,7 @@ def original(folder: Path) -> PreTrainedModel:
 @pytest.mark.parametrize("name", CLASSES)
 def test_text_trains_under_any_cut_and_the_class_loads_the_result(
     name, adapter, losses, texts, tmp_path
-) -> None:
+):
     model = save_multimodal(tmp_path / "model", name)
     sections: dict[str, Any] = {"model": {"name_or_path": str(model)}, "adapter": adapter}
     sections["training"] = {**SHORT, "per_device_eval_batch_size": 4, "eval_steps": 3}
@@ -82,9 +82,7 @@ def test_text_trains_under_any_cut_and_the_class_loads_the_result(
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", CLASSES)
-def test_training_agrees_with_trainer_over_the_class_itself(
-    name, adapted, losses, texts, tmp_path
-) -> None:
+def test_training_agrees_with_trainer_over_the_class_itself(name, adapted, losses, texts, tmp_path):
     model = save_multimodal(tmp_path / "model", name)
     sections: dict[str, Any] = {"model": {"name_or_path": str(model)}, "training": SHORT}
     adapter = None
@@ -101,12 +99,12 @@ def test_training_agrees_with_trainer_over_the_class_itself(
 
 @pytest.mark.long
 @pytest.mark.skipif(is_timm_available(), reason="timm is there")
-def test_a_class_whose_tower_cannot_be_built_agrees_with_trainer(losses, texts, tmp_path) -> None:
+def test_a_class_whose_tower_cannot_be_built_agrees_with_trainer(losses, texts, tmp_path):
     name = "Gemma3nForConditionalGeneration"
     test_training_agrees_with_trainer_over_the_class_itself(name, True, losses, texts, tmp_path)
 
 
-def test_a_resumed_run_ends_with_the_same_checkpoint(pool, texts, tmp_path) -> None:
+def test_a_resumed_run_ends_with_the_same_checkpoint(pool, texts, tmp_path):
     model = save_multimodal(tmp_path / "model", "LlavaNextForConditionalGeneration")
     training = {**SHORT, "save_strategy": "steps", "save_steps": 2}
     train(make(pool, model, texts, tmp_path / "whole", [], training=training))

@@ -53,7 +53,7 @@ def write(base: Path, target: Path, pieces: list) -> Path:
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("size", ["5GB", "100KB"])
-def test_a_checkpoint_is_the_librarys_own_byte_for_byte(name, size, tmp_path) -> None:
+def test_a_checkpoint_is_the_librarys_own_byte_for_byte(name, size, tmp_path):
     base = save_multimodal(tmp_path / "base", name, max_shard_size=size)
     (base / "preprocessor_config.json").write_text('{"image_size": 32}')
     target = write(base, tmp_path / "out", shards(base, 0, 1, 3, 6))
@@ -64,7 +64,7 @@ def test_a_checkpoint_is_the_librarys_own_byte_for_byte(name, size, tmp_path) ->
     original(target)
 
 
-def test_towers_under_the_names_of_the_class_are_converted_for_the_result(tmp_path) -> None:
+def test_towers_under_the_names_of_the_class_are_converted_for_the_result(tmp_path):
     """That class has its attention's rows in another order than the checkpoints that it reads."""
     base = save_multimodal(tmp_path / "base", "MistralLarge4ForConditionalGeneration")
     published = dict(beside(base).tensors())
@@ -74,7 +74,7 @@ def test_towers_under_the_names_of_the_class_are_converted_for_the_result(tmp_pa
     assert_same(dict(beside(base).tensors()), published)
 
 
-def test_trained_weights_stand_beside_untouched_towers(tmp_path) -> None:
+def test_trained_weights_stand_beside_untouched_towers(tmp_path):
     base = save_multimodal(tmp_path / "base", "LlavaNextForConditionalGeneration")
     pieces = shards(base, 0, 1, 3, 6)
     randomise(pieces)
@@ -85,7 +85,7 @@ def test_trained_weights_stand_beside_untouched_towers(tmp_path) -> None:
     assert same == {key for key in theirs if "language_model" not in key and "lm_head" not in key}
 
 
-def test_the_towers_of_another_versions_checkpoint_get_the_names_of_today(tmp_path) -> None:
+def test_the_towers_of_another_versions_checkpoint_get_the_names_of_today(tmp_path):
     base = save_multimodal(tmp_path / "base", "LlavaForConditionalGeneration")
     file = base / "model.safetensors"
     stored = load_file(file)
@@ -95,7 +95,7 @@ def test_the_towers_of_another_versions_checkpoint_get_the_names_of_today(tmp_pa
     assert_same(files_of(write(base, tmp_path / "out", shards(base, 0, 6))), stored)
 
 
-def test_a_checkpoint_without_its_towers_is_refused_before_it_is_trained(tmp_path) -> None:
+def test_a_checkpoint_without_its_towers_is_refused_before_it_is_trained(tmp_path):
     base = save_multimodal(tmp_path / "base", "Gemma3ForConditionalGeneration")
     file = base / "model.safetensors"
     language = {key: t for key, t in load_file(file).items() if "vision" not in key}
@@ -104,7 +104,7 @@ def test_a_checkpoint_without_its_towers_is_refused_before_it_is_trained(tmp_pat
         beside(base)
 
 
-def test_a_processor_that_brings_code_is_refused_before_the_first_step(tmp_path) -> None:
+def test_a_processor_that_brings_code_is_refused_before_the_first_step(tmp_path):
     base = save_multimodal(tmp_path / "base", "LlavaForConditionalGeneration")
     text = json.dumps({"auto_map": {"AutoProcessor": "processing.Own"}})
     source = source_of(base)
@@ -114,14 +114,14 @@ def test_a_processor_that_brings_code_is_refused_before_the_first_step(tmp_path)
         weights_beside(source)
 
 
-def test_random_weights_have_no_towers_to_copy(tmp_path) -> None:
+def test_random_weights_have_no_towers_to_copy(tmp_path):
     base = save_multimodal(tmp_path / "base", "Gemma3ForConditionalGeneration")
     model = ModelConfig(from_config=json.loads((base / "config.json").read_text()))
     with pytest.raises(ModelError, match="from_config"):
         weights_beside(ModelSource(model, base))
 
 
-def test_a_tower_of_another_shape_is_named(tmp_path) -> None:
+def test_a_tower_of_another_shape_is_named(tmp_path):
     base = save_multimodal(tmp_path / "base", "LlavaNextForConditionalGeneration")
     file = base / "model.safetensors"
     save_file({**load_file(file), "image_newline": torch.ones(3)}, file, metadata={"format": "pt"})
@@ -132,7 +132,7 @@ def test_a_tower_of_another_shape_is_named(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("excluded", [None, ("k_proj",), r".*layers\.0\..*"])
-def test_an_adapter_is_one_of_the_original_class(name, excluded, tmp_path) -> None:
+def test_an_adapter_is_one_of_the_original_class(name, excluded, tmp_path):
     base = save_multimodal(tmp_path / "base", name)
     adapter = AdapterConfig(r=4, target_modules=("q_proj", "k_proj"), exclude_modules=excluded)
     pieces = shards(base, 0, 1, 3, 6, adapter=adapter)
@@ -152,7 +152,7 @@ def test_an_adapter_is_one_of_the_original_class(name, excluded, tmp_path) -> No
 
 @pytest.mark.long
 @pytest.mark.parametrize("modules", [("q_proj", "down_proj"), ("q_proj", "lm_head")])
-def test_a_merged_adapter_is_a_whole_checkpoint(modules, tmp_path) -> None:
+def test_a_merged_adapter_is_a_whole_checkpoint(modules, tmp_path):
     base = save_multimodal(tmp_path / "base", "Gemma3ForConditionalGeneration")
     pieces = shards(base, 0, 2, 6, adapter=AdapterConfig(r=4, target_modules=modules))
     randomise(pieces)

@@ -44,7 +44,7 @@ TOWERS = {
 
 
 @pytest.mark.parametrize("name", seldom(TOWERS, *[*TOWERS][2:]))
-def test_the_original_class_trains_as_its_language_part(name) -> None:
+def test_the_original_class_trains_as_its_language_part(name):
     config = tiny_config(name)
     assert set(towers(config)) == TOWERS[name]
     whole = getattr(transformers, name)
@@ -55,7 +55,7 @@ def test_the_original_class_trains_as_its_language_part(name) -> None:
 
 @pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", *list(TOWERS)[2:3]])
 @pytest.mark.parametrize("sharded", [False, True], ids=["one file", "many"])
-def test_no_tensor_of_a_tower_is_read(name, sharded, monkeypatch, tmp_path) -> None:
+def test_no_tensor_of_a_tower_is_read(name, sharded, monkeypatch, tmp_path):
     changes = {"max_shard_size": "100KB"} if sharded else {}
     base = save_multimodal(tmp_path / "base", name, **changes)
     assert len(list(base.glob("*.safetensors"))) > 1 or not sharded
@@ -81,7 +81,7 @@ def test_no_tensor_of_a_tower_is_read(name, sharded, monkeypatch, tmp_path) -> N
     assert torch.equal(chain_logits(pieces), stock_logits(whole))
 
 
-def test_towers_are_not_made_for_a_real_configuration() -> None:
+def test_towers_are_not_made_for_a_real_configuration():
     model = meta_model(Gemma3Config(architectures=["Gemma3ForConditionalGeneration"]))
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not [n for n, _ in model.named_parameters() if "vision" in n or "projector" in n]
@@ -97,7 +97,7 @@ class Experts(nn.Module):
         self.scale = nn.Parameter(torch.ones(2))
 
 
-def test_unused_members_of_a_list_are_no_towers() -> None:
+def test_unused_members_of_a_list_are_no_towers():
     model = Experts()
     found = find._unused_in("", model, {"experts.0.weight", "experts.0.bias"}, set())
     assert sorted(found) == ["picture", "scale"]
@@ -105,14 +105,14 @@ def test_unused_members_of_a_list_are_no_towers() -> None:
     assert sorted(found) == ["experts", "picture.0"]
 
 
-def test_modules_that_stay_on_disk_are_reported() -> None:
+def test_modules_that_stay_on_disk_are_reported():
     (line,) = tower_lines(tiny_config("LlavaForConditionalGeneration"))
     assert "model.vision_tower, model.multi_modal_projector" in line
     assert "neither loaded nor sent" in line
     assert tower_lines(tiny_config("llama")) == []
 
 
-def test_a_class_that_needs_pictures_is_refused_with_its_inputs() -> None:
+def test_a_class_that_needs_pictures_is_refused_with_its_inputs():
     with pytest.raises(ArchitectureError, match=r"on text alone.*pixel_values") as refused:
         towers(tiny_config("Blip2ForConditionalGeneration"))
     assert "without pictures and sound" in str(refused.value.hint)
@@ -121,7 +121,7 @@ def test_a_class_that_needs_pictures_is_refused_with_its_inputs() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gemma4_assistant", "gemma4_unified_assistant"])
-def test_a_class_that_the_library_cannot_build_says_so(model_type: str) -> None:
+def test_a_class_that_the_library_cannot_build_says_so(model_type):
     """All its layers share the keys of another model, and 5.23 asks for one that makes them."""
     with pytest.raises(ArchitectureError, match="transformers builds no tiny copy") as refused:
         introspect(tiny_config(model_type))

@@ -24,7 +24,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_without_a_gpu_every_check_is_skipped_and_says_so(capsys, monkeypatch) -> None:
+def test_without_a_gpu_every_check_is_skipped_and_says_so(capsys, monkeypatch):
     monkeypatch.setattr(gpu_checks, "open_device", lambda name: Device())
     assert gpu.main(["--here"]) == 0
     results = printed(capsys)
@@ -32,7 +32,7 @@ def test_without_a_gpu_every_check_is_skipped_and_says_so(capsys, monkeypatch) -
     assert all("no GPU" in result["skipped"] for result in results)
 
 
-def test_unknown_device_and_check_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_device_and_check_are_named(capsys):
     assert gpu.main(["--here", "--device", "cuda:77", "--only", "copies"]) == 0
     assert "no device 'cuda:77'" in printed(capsys)[0]["skipped"]
     with pytest.raises(SystemExit):
@@ -40,7 +40,7 @@ def test_unknown_device_and_check_are_named(capsys: pytest.CaptureFixture[str]) 
     assert "no such check: parity" in capsys.readouterr().err
 
 
-def test_missing_packages_are_named_with_wheels_to_bring(capsys, monkeypatch) -> None:
+def test_missing_packages_are_named_with_wheels_to_bring(capsys, monkeypatch):
     monkeypatch.setitem(gpu._PACKAGES, "no_such_package", "no-such-package")
     assert gpu.main([]) == 2
     reason = printed(capsys)[0]["reason"]
@@ -75,27 +75,27 @@ def done(name, **result): print(json.dumps({"check": name, **result}), flush=Tru
 THREE = "codecs,copies,tied"
 
 
-def test_each_check_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_check_is_shown_once(monkeypatch):
     program = "print('of a library')\nfor name in names: done(name, ok=True)"
     about, *results = supervised(monkeypatch, program, THREE)
     assert about == {"device": "card:0"}
     assert results == [{"check": name, "ok": True} for name in THREE.split(",")]
 
 
-def test_a_check_that_ends_its_process_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_ends_its_process_ends_no_other(monkeypatch):
     program = "for name in names:\n  if name == 'copies': os._exit(134)\n  done(name, ok=True)"
     results = [line for line in supervised(monkeypatch, program, THREE) if "check" in line]
     assert [line["ok"] for line in results] == [True, False, True]
     assert "exit code 134" in results[1]["reason"]
 
 
-def test_a_device_that_failed_for_good_is_left_to_a_new_process(monkeypatch) -> None:
+def test_a_device_that_failed_for_good_is_left_to_a_new_process(monkeypatch):
     shown = supervised(monkeypatch, "done(names[0], ok=False)", THREE)
     assert [line.get("check") for line in shown if "check" in line] == THREE.split(",")
     assert sum("device" in line for line in shown) == 3
 
 
-def test_a_check_that_hangs_ends_after_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_hangs_ends_after_its_share(monkeypatch):
     monkeypatch.setattr(gpu, "_SHARES", 0.05)
     program = "for name in names:\n  if name == 'copies': time.sleep(600)\n  done(name, ok=True)"
     results = [line for line in supervised(monkeypatch, program, THREE, 3.0) if "check" in line]
@@ -103,25 +103,25 @@ def test_a_check_that_hangs_ends_after_its_share(monkeypatch: pytest.MonkeyPatch
     assert "share" in results[1]["reason"]
 
 
-def test_what_there_was_no_time_for_has_not_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_there_was_no_time_for_has_not_passed(monkeypatch):
     assert supervised(monkeypatch, "", THREE, 0.0) == [
         {"check": name, "ok": False, "reason": "not run: 0 minutes over"}
         for name in THREE.split(",")
     ]
 
 
-def test_a_process_that_cannot_start_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_start_is_told_once(monkeypatch):
     monkeypatch.setitem(globals(), "IMPORTS", "")
     (only,) = supervised(monkeypatch, "raise SystemExit(3)", THREE)
     assert only["check"] == "start"
     assert "exit code 3" in only["reason"]
 
 
-def test_every_check_that_is_named_exists() -> None:
+def test_every_check_that_is_named_exists():
     assert list(gpu.all_checks()) == list(gpu.CHECKS)
 
 
-def test_the_verdict_requires_equal_bits_on_repeatable_devices() -> None:
+def test_the_verdict_requires_equal_bits_on_repeatable_devices():
     near = replace(WHOLE, steps=[(2.0, 1.0), (1.5 + 1e-9, 0.9)])
     other_weights = replace(WHOLE, weights={"w": torch.full((3,), 1.25)})
     runs = {"uncut": WHOLE, "again": WHOLE, "cut_2": WHOLE, "cut_4": WHOLE}
@@ -139,7 +139,7 @@ def test_the_verdict_requires_equal_bits_on_repeatable_devices() -> None:
     assert not verdict({**runs, "cut_2": replace(WHOLE, weights={})}, 1e-5)["ok"]
 
 
-def test_errors_of_a_run_are_results() -> None:
+def test_errors_of_a_run_are_results():
     class Bench:
         device = Device()
 
@@ -162,7 +162,7 @@ class Copying(Device):
         return [tensor.clone() for tensor in tensors]
 
 
-def test_mixed_up_tensors_are_noticed() -> None:
+def test_mixed_up_tensors_are_noticed():
     assert mixed_up(Copying(), rounds=8, elements=64, width=4) == 0
     # The CPU hands over the memory itself, which this check fills again at once.
     memory = torch.zeros(64)
@@ -176,7 +176,7 @@ def test_mixed_up_tensors_are_noticed() -> None:
     assert mixed_up(Reusing(), rounds=8, elements=64, width=4) == 8
 
 
-def test_covered_seconds() -> None:
+def test_covered_seconds():
     spans = [(1.0, 2.0), (1.5, 3.0), (5.0, 6.0)]
     assert covered(0.0, 1.0, spans) == 0.0
     assert covered(0.0, 10.0, spans) == pytest.approx(3.0)
@@ -184,7 +184,7 @@ def test_covered_seconds() -> None:
     assert covered(2.5, 5.25, spans) == pytest.approx(0.75)
 
 
-def test_hidden_share_counts_only_the_own_process() -> None:
+def test_hidden_share_counts_only_the_own_process():
     def event(kind: str, process: int, began: float, ended: float) -> TraceEvent:
         return TraceEvent(kind, process, process, 0, 1, began, ended)
 

@@ -52,7 +52,7 @@ def kinds(diagnosis: Diagnosis) -> set[str]:
     return {change.kind for change in diagnosis.changes}
 
 
-def test_diagnosed_times_are_the_recorded_ones(tmp_path: Path) -> None:
+def test_diagnosed_times_are_the_recorded_ones(tmp_path):
     d = found(tmp_path, forward_s=[0.02, 0.03, 0.01, 0.02], backward_s=[0.04, 0.06, 0.02, 0.04])
     assert d.steps == (2, 3, 4)
     assert d.micro_batches == 16
@@ -72,14 +72,14 @@ def test_diagnosed_times_are_the_recorded_ones(tmp_path: Path) -> None:
     assert (near.way, near.latency_s) == ("direct", pytest.approx(0, abs=1e-6))
 
 
-def test_bound_and_ratio_are_those_of_1f1b(tmp_path: Path) -> None:
+def test_bound_and_ratio_are_those_of_1f1b(tmp_path):
     d = found(tmp_path, wire_s=0.0)
     assert d.bound_s == pytest.approx((16 + 4 - 1) * 0.06, rel=1e-3)
     assert d.ratio == pytest.approx(1.0, abs=0.01)
     assert d.simulated_s == pytest.approx(d.pipeline_s, rel=0.01)
 
 
-def test_shares_of_a_process_add_up_to_the_pipeline(tmp_path: Path) -> None:
+def test_shares_of_a_process_add_up_to_the_pipeline(tmp_path):
     d = found(tmp_path, devices=[0, 1, 2, 0], wire_s=0.01)
     for process in d.processes:
         parts = (
@@ -92,14 +92,14 @@ def test_shares_of_a_process_add_up_to_the_pipeline(tmp_path: Path) -> None:
     assert d.processes[1].compute_s == pytest.approx(16 * 0.06, rel=1e-3)
 
 
-def test_balanced_long_step_needs_nothing(tmp_path: Path) -> None:
+def test_balanced_long_step_needs_nothing(tmp_path):
     d = found(tmp_path, m=64, layers=1)
     assert d.best is None
     assert "no single change would help much" in text(d)
     assert max(change.gain for change in d.changes) < 0.05
 
 
-def test_few_micro_batches_ask_for_more(tmp_path: Path) -> None:
+def test_few_micro_batches_ask_for_more(tmp_path):
     """m + p - 1 turns for m micro-batches: of 4 stages and 4 micro-batches that is 7 for 4, and
     11 for 8."""
     d = found(tmp_path, m=4, layers=1, update_s=0.0)
@@ -112,7 +112,7 @@ def test_few_micro_batches_ask_for_more(tmp_path: Path) -> None:
     assert "of changes that leave the results as they are: none would help much" in text(d)
 
 
-def test_large_micro_batches_ask_for_smaller_ones(tmp_path: Path) -> None:
+def test_large_micro_batches_ask_for_smaller_ones(tmp_path):
     """The same samples in 8 instead of 4: 11 turns of half the length instead of 7."""
     smaller = best(found(tmp_path, m=4, layers=1, rows=6, update_s=0.0), "smaller")
     assert smaller.text.startswith("micro-batches of 3 instead of 6")
@@ -124,7 +124,7 @@ def layers_of(change: Change) -> list[int]:
     return [int(n) for n in change.text.split("stage ")[1].split(" instead")[0].split(", ")]
 
 
-def test_slow_stage_asks_for_another_cut(tmp_path: Path) -> None:
+def test_slow_stage_asks_for_another_cut(tmp_path):
     """Stage 1 has twice the layers' work of the others: one of its devices' layers must go."""
     times = {"forward_s": [0.02, 0.04, 0.02, 0.02], "backward_s": [0.04, 0.08, 0.04, 0.04]}
     cut = best(found(tmp_path, m=32, **times), "cut")
@@ -135,7 +135,7 @@ def test_slow_stage_asks_for_another_cut(tmp_path: Path) -> None:
     assert 0.2 < cut.gain < 0.12 / 0.0725 - 1 + 0.02
 
 
-def test_a_predicted_cut_keeps_the_work_of_the_head(tmp_path: Path) -> None:
+def test_a_predicted_cut_keeps_the_work_of_the_head(tmp_path):
     """The last stage is slow by its head: taking a layer from it saves a layer, not a quarter."""
     times = {"forward_s": [0.02, 0.02, 0.02, 0.05], "backward_s": [0.04, 0.04, 0.04, 0.1]}
     d = found(tmp_path, m=32, **times)
@@ -144,7 +144,7 @@ def test_a_predicted_cut_keeps_the_work_of_the_head(tmp_path: Path) -> None:
     assert d.best.step_s - d.update_s == pytest.approx(32 * 0.105 + 3 * 0.075, rel=0.05)
 
 
-def test_slow_relay_asks_for_direct_links(tmp_path: Path) -> None:
+def test_slow_relay_asks_for_direct_links(tmp_path):
     d = found(tmp_path, m=16, layers=1, wire_s=0.015)
     direct = found(tmp_path / "direct", m=16, layers=1, wire_s=0.015, relay=False)
     assert [b.way for b in d.boundaries] == ["direct", "relay", "relay"]
@@ -155,7 +155,7 @@ def test_slow_relay_asks_for_direct_links(tmp_path: Path) -> None:
     assert asked.step_s == pytest.approx(direct.step_s, rel=0.03)
 
 
-def test_a_relay_at_its_limit_is_named_as_the_bottleneck(tmp_path: Path) -> None:
+def test_a_relay_at_its_limit_is_named_as_the_bottleneck(tmp_path):
     """Five frames a micro-batch leave the coordinator's one network card: 150 ms for 60 of work."""
     slow: dict[str, Any] = {"m": 12, "layers": 1, "wire_s": 0.03, "turns": True}
     d = found(tmp_path, **slow)
@@ -168,7 +168,7 @@ def test_a_relay_at_its_limit_is_named_as_the_bottleneck(tmp_path: Path) -> None
     assert direct.step_s * 0.8 < change(d, "direct").step_s < direct.step_s * 1.05
 
 
-def test_slow_link_asks_for_a_codec(tmp_path: Path) -> None:
+def test_slow_link_asks_for_a_codec(tmp_path):
     """One micro-batch in flight: everything on the wire is waited for."""
     d = found(tmp_path, p=2, m=8, layers=1, max_in_flight=1, wire_s=0.5, nbytes=4 << 20)
     assert change(d, "int8").gain > change(d, "bf16").gain > 0.2
@@ -176,14 +176,14 @@ def test_slow_link_asks_for_a_codec(tmp_path: Path) -> None:
     assert kinds(half) & {"bf16", "int8"} == {"int8"}
 
 
-def test_interleaving_is_predicted_for_one_stage_each(tmp_path: Path) -> None:
+def test_interleaving_is_predicted_for_one_stage_each(tmp_path):
     """Two stages each halve the time to fill the pipeline: m F+B and (p - 1)/2 instead of p - 1."""
     d = found(tmp_path, m=8, wire_s=0.0, update_s=0.0)
     assert change(d, "interleave").step_s == pytest.approx((8 + 1.5) * 0.06, rel=0.06)
     assert "interleave" not in kinds(found(tmp_path / "twice", devices=[0, 1, 0, 1], m=8))
 
 
-def test_max_in_flight_that_was_set_is_lifted(tmp_path: Path) -> None:
+def test_max_in_flight_that_was_set_is_lifted(tmp_path):
     trace = record(tmp_path, settings(max_in_flight=1), steps=[1, 2])
     trace.settings["max_in_flight"] = 1  # type: ignore[index]
     d = diagnose(trace)
@@ -191,13 +191,13 @@ def test_max_in_flight_that_was_set_is_lifted(tmp_path: Path) -> None:
     assert best(d, "max_in_flight").gain > 1.5
 
 
-def test_a_single_process_has_no_changes_to_predict(tmp_path: Path) -> None:
+def test_a_single_process_has_no_changes_to_predict(tmp_path):
     d = found(tmp_path, p=1, m=4)
     assert d.changes == ()
     assert "only a faster device" in text(d)
 
 
-def test_hidden_weights_cost_nothing(tmp_path: Path) -> None:
+def test_hidden_weights_cost_nothing(tmp_path):
     """20 and 40 ms of computing for 15 of copying."""
     d = found(tmp_path, layers=8, offload=6, rows=2, copies={1: (0.015, 0.0)})
     assert [stage.streaming_s for stage in d.stages] == [0, pytest.approx(32 * 0.015), 0, 0]
@@ -211,7 +211,7 @@ def test_hidden_weights_cost_nothing(tmp_path: Path) -> None:
     assert "from host memory" not in text(found(tmp_path / "plain"))
 
 
-def test_weights_that_bound_a_stage_ask_for_fewer_of_them(tmp_path: Path) -> None:
+def test_weights_that_bound_a_stage_ask_for_fewer_of_them(tmp_path):
     """A forward of stage 1 waits 10 of 30 ms, a backward 10 of 50, for a copy of 12 ms a task: a
     layer fewer, or twice as much computing for each copy, and nothing waits."""
     slow: dict[str, Any] = {
@@ -234,7 +234,7 @@ def test_weights_that_bound_a_stage_ask_for_fewer_of_them(tmp_path: Path) -> Non
     assert "shard_plan[1].offload 0 instead of 4" in text(few)
 
 
-def test_a_single_process_that_waits_for_weights_is_told(tmp_path: Path) -> None:
+def test_a_single_process_that_waits_for_weights_is_told(tmp_path):
     """40 of 60 ms: with micro-batches of twice the size a task computes 40 ms, and waits for 20."""
     copies = {0: (0.055, 0.04)}
     d = found(tmp_path, p=1, m=4, layers=8, offload=8, rows=3, copies=copies)
@@ -244,7 +244,7 @@ def test_a_single_process_that_waits_for_weights_is_told(tmp_path: Path) -> None
     assert kinds(odd) == {"offload"}
 
 
-def test_steps_of_another_size_are_left_out(tmp_path: Path) -> None:
+def test_steps_of_another_size_are_left_out(tmp_path):
     """The last step of an epoch has fewer micro-batches."""
     trace = record(tmp_path, settings(m=8), steps=[1, 2])
     short = record(tmp_path / "short", settings(m=3), steps=[3])
@@ -253,7 +253,7 @@ def test_steps_of_another_size_are_left_out(tmp_path: Path) -> None:
     assert d.micro_batches == 8
 
 
-def test_the_first_step_of_a_run_is_left_out(tmp_path: Path) -> None:
+def test_the_first_step_of_a_run_is_left_out(tmp_path):
     """With timeline_steps -1 it is in the file; it pays for what later steps have ready."""
     trace = record(tmp_path, settings(m=4), steps=[0, 1, 2], timeline_steps=-1)
     assert diagnose(trace).steps == (2, 3)
@@ -261,7 +261,7 @@ def test_the_first_step_of_a_run_is_left_out(tmp_path: Path) -> None:
     assert diagnose(alone).steps == (1,)
 
 
-def test_an_uneven_stage_is_reported(tmp_path: Path) -> None:
+def test_an_uneven_stage_is_reported(tmp_path):
     trace = record(tmp_path, settings(m=8), steps=[1])
     events = list(trace.events)
     last = max(i for i, e in enumerate(events) if e.kind == "backward" and e.stage == 0)
@@ -270,7 +270,7 @@ def test_an_uneven_stage_is_reported(tmp_path: Path) -> None:
     assert "tasks of stage 0 are uneven, the slowest 6.0 times the median" in said
 
 
-def test_time_that_the_stages_do_not_explain_is_reported(tmp_path: Path) -> None:
+def test_time_that_the_stages_do_not_explain_is_reported(tmp_path):
     trace = record(tmp_path, settings(m=8), steps=[1])
     assert "note:" not in text(diagnose(trace))
     held_up = tuple(
@@ -281,7 +281,7 @@ def test_time_that_the_stages_do_not_explain_is_reported(tmp_path: Path) -> None
     assert "trust the predictions less" in said
 
 
-def test_text_is_aligned_and_json_is_json(tmp_path: Path) -> None:
+def test_text_is_aligned_and_json_is_json(tmp_path):
     d = found(tmp_path, devices=[0, 1, 2, 0])
     lines = text(d).splitlines()
     assert max(len(line) for line in lines) < 160
@@ -294,7 +294,7 @@ def test_text_is_aligned_and_json_is_json(tmp_path: Path) -> None:
     assert math.isfinite(raw["bound_s"])
 
 
-def test_a_forward_only_stage_is_no_trouble(tmp_path: Path) -> None:
+def test_a_forward_only_stage_is_no_trouble(tmp_path):
     """Nothing backward below the lowest trainable parameter: no gradient, no task, no frame."""
     spans = step_spans(**settings(p=2, m=2))
     assert {span["what"] for span in spans[1] if span["kind"] == "send"} == {"BACKWARD"}
@@ -318,7 +318,7 @@ def pair(**changes: Any) -> Diagnosis:
     return Diagnosis(micro_batches=4, **means, **parts, **nothing)
 
 
-def test_a_codec_scales_transfers_by_its_bytes() -> None:
+def test_a_codec_scales_transfers_by_its_bytes():
     found = {idea.kind: idea.then.boundaries[0] for idea in bottleneck._codecs(pair())}
     assert list(found) == ["bf16", "int8"]
     for name, boundary in found.items():
@@ -328,7 +328,7 @@ def test_a_codec_scales_transfers_by_its_bytes() -> None:
         assert boundary.latency_s > 0
 
 
-def test_an_added_codec_becomes_a_simulated_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_added_codec_becomes_a_simulated_change(monkeypatch):
     class Half(BFloat16):
         name = "half"
 
@@ -339,5 +339,5 @@ def test_an_added_codec_becomes_a_simulated_change(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "changes", [{"codec": "bf16"}, {"way": "same process"}, {"dtype": "load"}, {"dtype": ""}]
 )
-def test_no_codec_where_none_can_help(changes: dict[str, str]) -> None:
+def test_no_codec_where_none_can_help(changes):
     assert bottleneck._codecs(pair(**changes)) == []

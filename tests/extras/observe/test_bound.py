@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,12 +35,8 @@ def taken(trace: Trace, step: int) -> float:
     seed=st.integers(0, 1000),
 )
 def test_no_step_is_faster_than_its_bound(
-    tmp_path_factory: pytest.TempPathFactory,
-    devices: list[int],
-    seed: int,
-    clock_error_s: float,
-    **changes: Any,
-) -> None:
+    tmp_path_factory, devices, seed, clock_error_s, **changes
+):
     """Tasks and transfers take 0.5 to 1.5 times their time, so that steps differ from means."""
     chance = random.Random(seed)
     p = len(devices)
@@ -63,7 +58,7 @@ def test_no_step_is_faster_than_its_bound(
     assert f"{found.ratio:.2f} times that" in text(found)
 
 
-def test_bound_of_equal_stages_is_that_of_1f1b(tmp_path: Path) -> None:
+def test_bound_of_equal_stages_is_that_of_1f1b(tmp_path):
     """(m + p - 1)(F + B), which a step of 1F1B takes."""
     spec: dict[str, Any] = {
         "devices": [0, 1, 2, 3], "micro_batches": 16, "forward_s": [0.02] * 4,
@@ -76,7 +71,7 @@ def test_bound_of_equal_stages_is_that_of_1f1b(tmp_path: Path) -> None:
     assert taken(trace, 1) == pytest.approx(bound)
 
 
-def test_the_bound_includes_one_slow_task_on_the_longest_chain(tmp_path: Path) -> None:
+def test_the_bound_includes_one_slow_task_on_the_longest_chain(tmp_path):
     """A mean would hide it: one micro-batch's way is what the step cannot be shorter than."""
     slow = iter([1.0] * 2 + [50.0] + [1.0] * 100)
     spec: dict[str, Any] = {
@@ -89,12 +84,12 @@ def test_the_bound_includes_one_slow_task_on_the_longest_chain(tmp_path: Path) -
     assert bound <= taken(trace, 1)
 
 
-def test_a_step_without_tasks_has_no_bound(tmp_path: Path) -> None:
+def test_a_step_without_tasks_has_no_bound(tmp_path):
     trace = record(tmp_path, {"devices": [0], "micro_batches": 1, "forward_s": [1],
                               "backward_s": [1]}, steps=[1])  # fmt: skip
     assert recorded_bound(trace.stages, []) == 0.0
 
 
-def test_time_in_several_intervals_counts_once() -> None:
+def test_time_in_several_intervals_counts_once():
     assert covered([(7, 8), (0, 4), (1, 2), (3, 5)]) == 6
     assert covered([]) == 0

@@ -39,7 +39,7 @@ def drawn(*places: Path) -> Any:
     return made
 
 
-def test_a_runs_figures_are_its_curves(tmp_path: Path) -> None:
+def test_a_runs_figures_are_its_curves(tmp_path):
     made = drawn(save_run(tmp_path / "run", [3.0, 2.0, None, 1.0], every=2))
     lines = [line.get_xydata().tolist() for axes in made.axes for line in axes.get_lines()]
     nan = pytest.approx(float("nan"), nan_ok=True)
@@ -64,7 +64,7 @@ def test_a_runs_figures_are_its_curves(tmp_path: Path) -> None:
     ],
     ids=["one step", "no loss", "long", "three runs"],
 )
-def test_every_text_is_within_the_picture(runs: list[Any], tmp_path: Path) -> None:
+def test_every_text_is_within_the_picture(runs, tmp_path):
     made = drawn(*(save_run(tmp_path / "".join(name), *of) for name, *of in runs))
     box, (width, height) = made.get_tightbbox(made.canvas.get_renderer()), made.get_size_inches()
     assert 0 <= box.x0 <= box.x1 <= width
@@ -77,7 +77,7 @@ def test_every_text_is_within_the_picture(runs: list[Any], tmp_path: Path) -> No
     assert [name.partition(":")[0][-1] for name in named] == list("abc" if len(runs) > 1 else "")
 
 
-def test_a_long_curve_keeps_its_peaks(tmp_path: Path) -> None:
+def test_a_long_curve_keeps_its_peaks(tmp_path):
     losses: list[float | None] = [1.0] * 10_000
     losses[1234], losses[5000:5100] = 40.0, [None] * 100
     axes = drawn(save_run(tmp_path / "run", losses)).axes[0]
@@ -87,13 +87,13 @@ def test_a_long_curve_keeps_its_peaks(tmp_path: Path) -> None:
     assert axes.collections[0].get_datalim(axes.transData).y1 == 40.0
 
 
-def test_values_over_several_decades_are_drawn_by_their_logarithm(tmp_path: Path) -> None:
+def test_values_over_several_decades_are_drawn_by_their_logarithm(tmp_path):
     made = drawn(save_run(tmp_path / "run", [1e-3, 1.0, 10.0]))
     assert [axes.get_yscale() for axes in made.axes] == ["log", "linear", "log"]
     assert "1" in [text.get_text() for text in made.axes[0].get_yticklabels()]  # not $10^{0}$
 
 
-def test_plot_draws_one_run_beside_it_and_several_here(tmp_path, monkeypatch, capsys) -> None:
+def test_plot_draws_one_run_beside_it_and_several_here(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     save_run(tmp_path / "a", [2.0, 1.0])
     save_run(tmp_path / "b", [2.0], every=1)
@@ -107,7 +107,7 @@ def test_plot_draws_one_run_beside_it_and_several_here(tmp_path, monkeypatch, ca
     assert "evaluation" not in (tmp_path / "x.svg").read_text()
 
 
-def test_wrong_runs_are_refused_by_name(tmp_path: Path) -> None:
+def test_wrong_runs_are_refused_by_name(tmp_path):
     with pytest.raises(UserError, match=r"there is no metrics\.jsonl in "):
         read_run(tmp_path, "x")
     for text, said in (("", "holds no step yet"), ("{\n", "cannot read"), ("[1]\n", "cannot read")):
@@ -116,7 +116,7 @@ def test_wrong_runs_are_refused_by_name(tmp_path: Path) -> None:
             read_run(tmp_path, "x")
 
 
-def test_plot_does_not_import_torch(tmp_path: Path) -> None:
+def test_plot_does_not_import_torch(tmp_path):
     save_run(tmp_path / "run", [1.0])
     code = (
         "import sys; from hetero_framework import cli\n"
@@ -126,7 +126,7 @@ def test_plot_does_not_import_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_what_an_objective_measures_has_panels_of_its_own(tmp_path: Path) -> None:
+def test_what_an_objective_measures_has_panels_of_its_own(tmp_path):
     told = {"rewards/accuracies": 0.5, "rewards/margins": 0.1, "rewards/chosen": 0.2, "logps/x": 3}
     places = []
     for name, measured in (("dpo", told), ("labels", {"accuracy": 0.75}), ("plain", {})):

@@ -88,7 +88,7 @@ every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.k
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz")
 
 
-def test_shipped_config_gives_the_golden_mermaid_text() -> None:
+def test_shipped_config_gives_the_golden_mermaid_text():
     """When the change is meant: HETERO_UPDATE_GOLDEN=1 writes the file anew; look at it."""
     text = to_mermaid(Diagram.of(load_config(ROOT / "hetero_config.json")))
     if os.environ.get("HETERO_UPDATE_GOLDEN"):
@@ -97,7 +97,7 @@ def test_shipped_config_gives_the_golden_mermaid_text() -> None:
 
 
 @needs_dot
-def test_readme_picture_shows_the_shipped_configuration() -> None:
+def test_readme_picture_shows_the_shipped_configuration():
     """To draw it anew: `hetero diagram --output docs/images/architecture.svg`."""
     shown = (ROOT / "docs" / "images" / "architecture.svg").read_bytes()
     expected = to_dot(Diagram.of(load_config(ROOT / "hetero_config.json"))).pipe(format="svg")
@@ -117,17 +117,17 @@ def with_links(mode: str, **of_entry: str) -> Config:
 
 
 @pytest.mark.parametrize("mode", ["auto", "relay", "direct"])
-def test_before_the_run_a_boundary_shows_the_configured_link(mode: str) -> None:
+def test_before_the_run_a_boundary_shows_the_configured_link(mode):
     assert hows(with_links(mode)) == ["direct", mode, "inside", "direct"]
     assert hows(with_links("direct", e2="relay")) == ["direct", "relay", "inside", "direct"]
 
 
-def test_after_connecting_a_boundary_shows_the_actual_link() -> None:
+def test_after_connecting_a_boundary_shows_the_actual_link():
     assert hows(with_links("auto"), frozenset({1})) == ["direct", "direct", "inside", "direct"]
     assert hows(with_links("auto"), frozenset()) == ["direct", "relay", "inside", "direct"]
 
 
-def test_the_caption_explains_only_drawn_elements() -> None:
+def test_the_caption_explains_only_drawn_elements():
     auto, known = Diagram.of(THREE), Diagram.of(THREE, DiagramDetails(direct=frozenset({1})))
     sentence = "direct where they reach each other, else through the coordinator"
     assert sentence in " ".join(auto.caption)
@@ -153,7 +153,7 @@ def svg_texts(svg: str | bytes) -> set[str]:
     return {(element.text or "").replace("\xa0", " ").strip() for element in elements}
 
 
-def test_details_are_shown() -> None:
+def test_details_are_shown():
     assert {
         *('org/mo"del', "24 layers, 7 stages, 3 processes", "NVIDIA H200 (cuda:0)"),
         *("AMD Radeon (auto)", "1.09 B parameters, 3.00 GiB", "5.00 MiB", "10.0.0.1:9999"),
@@ -161,7 +161,7 @@ def test_details_are_shown() -> None:
     } <= texts(Diagram.of(INTERLEAVED, DETAILS))
 
 
-def test_long_names_are_wrapped_and_no_character_is_lost() -> None:
+def test_long_names_are_wrapped_and_no_character_is_lost():
     place = Diagram.of(LONG).places[1]
     assert max(map(len, place.names + place.lines)) <= 30
     worker = LONG.workers[0]
@@ -173,7 +173,7 @@ def test_long_names_are_wrapped_and_no_character_is_lost() -> None:
 
 @needs_dot
 @every_config
-def test_graphviz_shows_every_text_and_warns_of_nothing(config, recwarn) -> None:
+def test_graphviz_shows_every_text_and_warns_of_nothing(config, recwarn):
     diagram = Diagram.of(config, DETAILS)
     drawn = subprocess.run(
         ["dot", "-Tsvg"], input=to_dot(diagram).source.encode(), capture_output=True, check=True
@@ -193,7 +193,7 @@ _LINES = (
 
 @every_config
 @pytest.mark.parametrize("details", [None, DETAILS], ids=["bare", "detailed"])
-def test_mermaid_is_within_the_grammar(config: Config, details: DiagramDetails | None) -> None:
+def test_mermaid_is_within_the_grammar(config, details):
     text = to_mermaid(Diagram.of(config, details))
     lines = text.splitlines()
     assert text.endswith("\n")
@@ -207,7 +207,7 @@ def test_mermaid_is_within_the_grammar(config: Config, details: DiagramDetails |
         assert set(edge) <= set(ids)
 
 
-def test_mermaid_arrows_say_how_tensors_cross() -> None:
+def test_mermaid_arrows_say_how_tensors_cross():
     known = DiagramDetails(direct=frozenset({4}))
     arrows = re.findall(
         r"(s\d) (-\.?->)(?:\|\"([^|]*)\"\|)? (s\d)", to_mermaid(Diagram.of(INTERLEAVED, known))
@@ -226,7 +226,7 @@ def test_mermaid_arrows_say_how_tensors_cross() -> None:
     "HETERO_MERMAID_DIR" not in os.environ,
     reason="HETERO_MERMAID_DIR names a folder with node_modules of mermaid and jsdom",
 )
-def test_mermaid_own_parser_accepts_it(tmp_path: Path) -> None:
+def test_mermaid_own_parser_accepts_it(tmp_path):
     files = []
     for number, config in enumerate(CONFIGS.values()):
         for kind, details in (("bare", None), ("detailed", DETAILS)):
@@ -248,12 +248,12 @@ def replace_pipe(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 @pytest.fixture
-def no_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_dot(monkeypatch):
     replace_pipe(monkeypatch, graphviz.ExecutableNotFound(["dot"]))
 
 
 @pytest.mark.parametrize("format", ["png", "svg", "pdf"])
-def test_with_dot_the_diagram_is_written(tmp_path, monkeypatch, format: str) -> None:
+def test_with_dot_the_diagram_is_written(tmp_path, monkeypatch, format):
     asked: dict[str, Any] = {}
 
     def pipe(self: graphviz.Digraph, **kwargs: Any) -> bytes:
@@ -268,7 +268,7 @@ def test_with_dot_the_diagram_is_written(tmp_path, monkeypatch, format: str) -> 
 
 @needs_dot
 @pytest.mark.parametrize(("format", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF")])
-def test_dot_draws_every_plan(tmp_path: Path, format: str, magic: bytes) -> None:
+def test_dot_draws_every_plan(tmp_path, format, magic):
     for number, config in enumerate((ALONE, EIGHT, INTERLEAVED, LONG, *NASTY)):
         path = draw(config, tmp_path / f"{number}.{format}", details=DETAILS)
         assert path.read_bytes().startswith(magic)
@@ -278,7 +278,7 @@ def test_dot_draws_every_plan(tmp_path: Path, format: str, magic: bytes) -> None
 @pytest.mark.parametrize(
     ("format", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")]
 )
-def test_without_dot_matplotlib_draws(tmp_path, format: str, magic: bytes, logged) -> None:
+def test_without_dot_matplotlib_draws(tmp_path, format, magic, logged):
     path = draw(THREE, tmp_path / f"picture.{format}", format)
     assert path == tmp_path / f"picture.{format}"
     assert path.read_bytes().startswith(magic)
@@ -289,7 +289,7 @@ def test_without_dot_matplotlib_draws(tmp_path, format: str, magic: bytes, logge
 @pytest.mark.filterwarnings("ignore:Glyph:UserWarning")
 @pytest.mark.parametrize("font", ["DejaVu Sans", "DejaVu Sans Mono", "DejaVu Serif"])
 @every_config
-def test_a_matplotlib_diagram_shows_every_text_in_its_box(config: Config, font: str) -> None:
+def test_a_matplotlib_diagram_shows_every_text_in_its_box(config, font):
     diagram = Diagram.of(config, DETAILS)
     with matplotlib.rc_context({"font.family": font, "text.parse_math": False}):
         drawn = diagram_figure.figure(diagram)
@@ -328,7 +328,7 @@ def test_a_matplotlib_diagram_shows_every_text_in_its_box(config: Config, font: 
         assert f"{style} arrows: {' '.join(WORDS[how])}." in shown_texts
 
 
-def test_no_address_is_shown_twice() -> None:
+def test_no_address_is_shown_twice():
     config = config_of(("local", 0, 4), (1, 4, 8), hostname=None)
     (_, worker) = Diagram.of(config).places
     assert worker.lines == ("10.0.0.1:9999", "device auto")
@@ -336,7 +336,7 @@ def test_no_address_is_shown_twice() -> None:
     assert Diagram.of(named).places[1].lines == ("box1:9999", "device auto")
 
 
-def test_precision_is_shown_where_it_differs_by_machine() -> None:
+def test_precision_is_shown_where_it_differs_by_machine():
     raw = THREE.to_dict()
     raw |= {"adapter": {"r": 4}, "model": {"name_or_path": "m", "quantization": "nf4"}}
     raw["workers"][1]["quantization"] = "none"
@@ -346,9 +346,7 @@ def test_precision_is_shown_where_it_differs_by_machine() -> None:
 
 @pytest.mark.usefixtures("no_dot")
 @pytest.mark.parametrize("format", ["png", "svg", "pdf"])
-def test_without_dot_and_matplotlib_mermaid_is_written(
-    tmp_path: Path, format: str, logged: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_dot_and_matplotlib_mermaid_is_written(tmp_path, format, logged, monkeypatch):
     monkeypatch.setattr(pictures, "can_draw", lambda: False)
     path = draw(THREE, tmp_path / f"picture.{format}", format)
     assert path == tmp_path / "picture.mmd"
@@ -360,27 +358,27 @@ def test_without_dot_and_matplotlib_mermaid_is_written(
     assert "picture.mmd" in logged[0]
 
 
-def test_a_failing_dot_is_reported(tmp_path, monkeypatch, logged) -> None:
+def test_a_failing_dot_is_reported(tmp_path, monkeypatch, logged):
     replace_pipe(monkeypatch, subprocess.CalledProcessError(1, "dot"))
     assert draw(THREE, tmp_path / "a.png").suffix == ".png"
     assert "Graphviz failed" in logged[0]
 
 
 @pytest.mark.usefixtures("no_dot")
-def test_mermaid_needs_no_dot(tmp_path: Path, logged: list[str]) -> None:
+def test_mermaid_needs_no_dot(tmp_path, logged):
     text = draw(THREE, tmp_path / "new folder" / "a.txt", "MMD")
     assert text.read_text(encoding="utf-8") == to_mermaid(Diagram.of(THREE))
     assert logged == []
 
 
-def test_unknown_format_is_refused(tmp_path: Path) -> None:
+def test_unknown_format_is_refused(tmp_path):
     for path, format in (("a.jpg", None), ("a", None), ("a.png", "gif")):
         with pytest.raises(UserError, match=r"(?s)no picture format.*png, svg, pdf, mmd"):
             draw(THREE, tmp_path / path, format)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_output_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "a.mmd").mkdir()
     (tmp_path / "file").write_text("x", encoding="utf-8")
     for path in (tmp_path / "a.mmd", tmp_path / "file" / "b.mmd"):

@@ -101,7 +101,7 @@ def test_what_is_shown_is_what_a_run_takes(tmp_path, case):
     assert found == taken
 
 
-def test_show_uses_colour_instead_of_brackets_on_a_terminal() -> None:
+def test_show_uses_colour_instead_of_brackets_on_a_terminal():
     example = {"where": "a:1", "tokens": 3, "trained": 1, "left_out": ["thinking"]}
     example["pieces"] = [("one", False), (" two\n", True), ("three", False)]
 

@@ -19,7 +19,6 @@ from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.observers import Placement, Watched
 from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.train_state import TrainState
-from tests.alone import Alone
 
 
 def watched(config: Config) -> Watched:
@@ -27,7 +26,7 @@ def watched(config: Config) -> Watched:
     return Watched(placed, CheckpointStore(config.checkpoints), lambda: False)
 
 
-def test_an_error_that_ends_a_run_is_not_replaced_by_its_timelines(alone: Alone) -> None:
+def test_an_error_that_ends_a_run_is_not_replaced_by_its_timelines(alone):
     for failed, raised in ((True, nullcontext()), (False, pytest.raises(ProtocolError))):
         file = TimelineFile(watched(alone()))
         file._timeline.add("local", [{"kind": "x"}])
@@ -35,7 +34,7 @@ def test_an_error_that_ends_a_run_is_not_replaced_by_its_timelines(alone: Alone)
             file.close(failed)
 
 
-def test_a_run_goes_on_where_its_curves_cannot_be_drawn(alone, logged, monkeypatch) -> None:
+def test_a_run_goes_on_where_its_curves_cannot_be_drawn(alone, logged, monkeypatch):
     config = alone(training={"visualize": True})
     curves, metrics = config.output_dir / "curves.png", config.output_dir / "metrics.jsonl"
     drawn = RunPictures(watched(config))
@@ -58,9 +57,7 @@ def test_a_run_goes_on_where_its_curves_cannot_be_drawn(alone, logged, monkeypat
 
 
 @pytest.mark.parametrize("refused", [errno.ENOSPC, errno.EACCES])
-def test_a_run_goes_on_where_its_diagram_cannot_be_written(
-    refused: int, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_where_its_diagram_cannot_be_written(refused, alone, monkeypatch):
     def write(path: Path, content: bytes) -> None:
         raise OSError(refused, os.strerror(refused), str(path))
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +15,14 @@ from tests.unit.test_cli import run_process
 
 
 @pytest.mark.parametrize("error_s", [0.0, 0.01, -0.01, 3.0])
-def test_no_frame_arrives_before_it_is_sent(tmp_path: Path, error_s: float) -> None:
+def test_no_frame_arrives_before_it_is_sent(tmp_path, error_s):
     trace = record(tmp_path, {**THREE, "relay": False}, steps=[1, 2], clock_error_s=error_s)
     pairs = list(transfers(trace.events))
     assert len(pairs) == 2 * 2 * 2 * 4  # steps, boundaries, directions, micro-batches
     assert all(receive.ended >= send.began - 1e-9 for send, receive in pairs)
 
 
-def test_clocks_that_are_right_are_left_alone(tmp_path: Path) -> None:
+def test_clocks_that_are_right_are_left_alone(tmp_path):
     events = record(tmp_path, THREE, steps=[1]).events
     moved = aligned(events)
     # The file keeps billionths of a second.
@@ -32,7 +31,7 @@ def test_clocks_that_are_right_are_left_alone(tmp_path: Path) -> None:
         assert are == pytest.approx(were, abs=3e-9)
 
 
-def test_errors_of_a_drifting_clock_are_shared_evenly(tmp_path: Path) -> None:
+def test_errors_of_a_drifting_clock_are_shared_evenly(tmp_path):
     """Where no shift makes every frame arrive after it was sent, errors are shared evenly."""
     trace = record(tmp_path, {**THREE, "devices": [0, 1, 0]}, steps=[1])
     torn = []
@@ -43,7 +42,7 @@ def test_errors_of_a_drifting_clock_are_shared_evenly(tmp_path: Path) -> None:
     assert -0.06 < min(gaps) < 0
 
 
-def test_waits_are_the_remaining_time_with_their_cause(tmp_path: Path) -> None:
+def test_waits_are_the_remaining_time_with_their_cause(tmp_path):
     """Two stages, two micro-batches, 1 s on the wire: every moment is known."""
     settings: dict[str, Any] = {
         "devices": [0, 1], "micro_batches": 2, "forward_s": [2.0, 1.0], "backward_s": [2.0, 3.0],
@@ -65,7 +64,7 @@ def test_waits_are_the_remaining_time_with_their_cause(tmp_path: Path) -> None:
 ALONE = {"devices": [0], "micro_batches": 1, "forward_s": [1], "backward_s": [1]}
 
 
-def test_timeline_explains_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_timeline_explains_a_run(tmp_path, capsys):
     steps = {"devices": [0, 1], "micro_batches": 2, "forward_s": [1, 1], "backward_s": [2, 2]}
     record(tmp_path, steps, steps=[1, 2])
     assert cli.main(["timeline", str(tmp_path)]) == 0
@@ -73,7 +72,7 @@ def test_timeline_explains_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert captured.out.startswith("steps 2 to 3: 2 micro-batches through 2 stages")
 
 
-def test_timeline_reports_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_timeline_reports_wrong_input(tmp_path, capsys):
     assert cli.main(["timeline", str(tmp_path)]) == 2
     assert "there is no timeline" in capsys.readouterr().err
     record(tmp_path, ALONE, steps=[1])
@@ -82,7 +81,7 @@ def test_timeline_reports_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "is damaged" in capsys.readouterr().err
 
 
-def test_timeline_does_not_import_torch(tmp_path: Path) -> None:
+def test_timeline_does_not_import_torch(tmp_path):
     record(tmp_path, ALONE, steps=[1])
     program = (
         "import sys\n"

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,7 +43,7 @@ def check(trace: Trace, stages: int) -> None:
 
 
 @pytest.mark.parametrize("links", ["relay", "auto"])
-def test_run_writes_a_timeline(losses, tmp_path, capsys, links: str) -> None:
+def test_run_writes_a_timeline(losses, tmp_path, capsys, links):
     drawn = {"visualize": True, "visualization_format": "mmd"}
     losses([2, 4], links=links, training=drawn)
     # The diagram says what the links turned out to be.
@@ -73,7 +70,7 @@ def test_run_writes_a_timeline(losses, tmp_path, capsys, links: str) -> None:
     assert (tmp_path / "run" / "curves.png").exists()
 
 
-def test_interleaved_run_and_evaluation(losses: Callable[..., Any], tmp_path: Path) -> None:
+def test_interleaved_run_and_evaluation(losses, tmp_path):
     texts = {"train": str(tmp_path / "t.jsonl"), "eval": str(tmp_path / "t.jsonl")}
     rows = [{"text": "the model trains on many machines " * (1 + i % 3)} for i in range(24)]
     write_jsonl(tmp_path / "t.jsonl", rows)
@@ -85,6 +82,6 @@ def test_interleaved_run_and_evaluation(losses: Callable[..., Any], tmp_path: Pa
     check(trace, stages=6)
 
 
-def test_no_timeline_when_it_is_off(losses: Callable[..., Any], tmp_path: Path) -> None:
+def test_no_timeline_when_it_is_off(losses, tmp_path):
     losses([3], training={"timeline_steps": 0, "max_steps": 3})
     assert not (tmp_path / "run" / "timeline.json").exists()

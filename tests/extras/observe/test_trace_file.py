@@ -33,7 +33,7 @@ def raw_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "timeline.json").read_text(encoding="utf-8"))
 
 
-def test_a_timeline_is_read_as_it_was_recorded(tmp_path: Path) -> None:
+def test_a_timeline_is_read_as_it_was_recorded(tmp_path):
     read = record(tmp_path, THREE, steps=[1])
     recorded = sorted(
         (
@@ -52,7 +52,7 @@ def test_a_timeline_is_read_as_it_was_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error_s", [0.0, 0.004, -0.004])
-def test_file_holds_every_span_on_one_clock(tmp_path: Path, error_s: float) -> None:
+def test_file_holds_every_span_on_one_clock(tmp_path, error_s):
     """The clocks are seconds apart; what the link measured of that may be wrong by milliseconds."""
     trace = record(tmp_path, THREE, steps=[1, 2], clock_error_s=error_s)
     exact = step_spans(**THREE, step=1, clock=lambda process: 0.0)
@@ -72,7 +72,7 @@ def test_file_holds_every_span_on_one_clock(tmp_path: Path, error_s: float) -> N
         assert event.seconds == pytest.approx(span["ended"] - span["began"], abs=1e-8)
 
 
-def test_file_is_a_chrome_trace(tmp_path: Path) -> None:
+def test_file_is_a_chrome_trace(tmp_path):
     """What Perfetto and chrome://tracing ask for: complete events in microseconds, names, and no
     two spans of one row that overlap without one containing the other."""
     record(tmp_path, THREE, steps=[1, 2])
@@ -100,7 +100,7 @@ def test_file_is_a_chrome_trace(tmp_path: Path) -> None:
     assert first["args"] == {"step": 2, "stage": 0, "micro_batch": 0}
 
 
-def test_visits_from_host_memory_have_rows_of_their_own(tmp_path: Path) -> None:
+def test_visits_from_host_memory_have_rows_of_their_own(tmp_path):
     """One for each stage and kind, beneath the stage's; a stage without any has none."""
     travels = {**THREE, "devices": [0, 1, 0], "copies": {0: (0.008, 0.002), 2: (0.03, 0.0)}}
     trace = record(tmp_path, travels, steps=[1], layers=8, offload=4)
@@ -125,7 +125,7 @@ def test_visits_from_host_memory_have_rows_of_their_own(tmp_path: Path) -> None:
     assert {names[entry["tid"]] for entry in copies} == {of_coordinator[1], of_coordinator[4]}
 
 
-def test_spans_that_overlap_on_a_link_get_rows_of_their_own(tmp_path: Path) -> None:
+def test_spans_that_overlap_on_a_link_get_rows_of_their_own(tmp_path):
     send: Span = {
         "kind": "send", "stage": 1, "micro_batch": 0, "step": 1, "began": 1.0, "ended": 3.0,
         "what": "FORWARD", "peer": 1, "bytes": 8, "dtype": "float32", "codec": "",
@@ -137,14 +137,14 @@ def test_spans_that_overlap_on_a_link_get_rows_of_their_own(tmp_path: Path) -> N
     assert {"send to worker 1", "send to worker 1 (2)"} <= names
 
 
-def test_a_forward_of_the_last_stage_is_recorded_as_both(tmp_path: Path) -> None:
+def test_a_forward_of_the_last_stage_is_recorded_as_both(tmp_path):
     span: Span = {"kind": "forward", "stage": 0, "micro_batch": 0, "step": 1}
     with timeline(tmp_path, "local") as made:
         made.add("local", [{**span, "began": 1.0, "ended": 2.0}])
     assert [event.kind for event in read_timeline(tmp_path).events] == ["forward_backward"]
 
 
-def test_bytes_known_at_one_end_are_shown_at_both(tmp_path: Path) -> None:
+def test_bytes_known_at_one_end_are_shown_at_both(tmp_path):
     with timeline(tmp_path, "local", 1) as made:
         for process, spans in step_spans([0, 1], 1, forward_s=[1, 1], backward_s=[1, 1]).items():
             for span in spans:
@@ -168,7 +168,7 @@ def steps_in(folder: Path, expected: list[int]) -> list[int]:
         threading.Event().wait(0.01)  # its writer does not tell
 
 
-def test_a_step_is_written_when_all_processes_have_reported_it(tmp_path: Path) -> None:
+def test_a_step_is_written_when_all_processes_have_reported_it(tmp_path):
     """A worker's spans of a step come when the coordinator has done the next one."""
     one, two, three = (
         step_spans([0, 1], 2, forward_s=[1, 1], backward_s=[1, 1], step=step, start=9 * step)
@@ -190,7 +190,7 @@ def test_a_step_is_written_when_all_processes_have_reported_it(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"]
 
 
-def test_a_step_with_lost_spans_is_written_all_the_same(tmp_path: Path) -> None:
+def test_a_step_with_lost_spans_is_written_all_the_same(tmp_path):
     with timeline(tmp_path, "local", 1) as made:
         for step in range(1, 6):
             spans = step_spans([0, 1], 1, forward_s=[1, 1], backward_s=[1, 1], step=step)
@@ -202,7 +202,7 @@ def test_a_step_with_lost_spans_is_written_all_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.alone
-def test_the_training_thread_writes_no_events(tmp_path: Path) -> None:
+def test_the_training_thread_writes_no_events(tmp_path):
     """Fifty thousand cost it about a fortieth of what it takes to read them again."""
     span: Span = {"kind": "forward_backward", "stage": 0}
     seconds = 0.0
@@ -226,7 +226,7 @@ def test_the_training_thread_writes_no_events(tmp_path: Path) -> None:
     assert sum(entry.get("cat") == "forward_backward" for entry in raw["traceEvents"]) == 50_000
 
 
-def test_the_timeline_of_a_killed_run_is_read(tmp_path: Path) -> None:
+def test_the_timeline_of_a_killed_run_is_read(tmp_path):
     """The last write may be there in part; all whole entries count."""
     whole = record(tmp_path, THREE, steps=[1, 2])
     path = tmp_path / "timeline.json"
@@ -240,13 +240,13 @@ def test_the_timeline_of_a_killed_run_is_read(tmp_path: Path) -> None:
         read_timeline(tmp_path)
 
 
-def test_no_spans_make_no_file(tmp_path: Path) -> None:
+def test_no_spans_make_no_file(tmp_path):
     with timeline(tmp_path, "local") as made:
         made.add("local", [])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_timeline_is_bounded_and_counts_dropped_events(tmp_path, monkeypatch) -> None:
+def test_the_timeline_is_bounded_and_counts_dropped_events(tmp_path, monkeypatch):
     monkeypatch.setattr(trace_file, "MAX_EVENTS", 5)
     spans = step_spans([0], 8, forward_s=[1], backward_s=[1])[0]
     with timeline(tmp_path, "local") as made:
@@ -256,7 +256,7 @@ def test_the_timeline_is_bounded_and_counts_dropped_events(tmp_path, monkeypatch
     assert (len(trace.events), trace.dropped) == (5, 11)
 
 
-def test_a_disk_that_refuses_ends_no_run(tmp_path: Path, logged: list[str]) -> None:
+def test_a_disk_that_refuses_ends_no_run(tmp_path, logged):
     (tmp_path / "file").write_text("x", encoding="utf-8")
     with timeline(tmp_path / "file", "local", timeline_steps=-1) as made:
         for step in range(3):
@@ -272,7 +272,7 @@ def test_a_disk_that_refuses_ends_no_run(tmp_path: Path, logged: list[str]) -> N
         {"ended": math.nan}, {"micro_batch": 1.5}, {"peer": 9}, {"peer": [1]}, {"what": 3},
     ],
 )  # fmt: skip
-def test_spans_that_no_recorder_made_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_spans_that_no_recorder_made_are_refused(tmp_path, change):
     """The writer's error comes out of a later `add` or of the end, never into a log alone."""
     good = step_spans([0, 1], 1, forward_s=[1, 1], backward_s=[1, 1])[1][0]
     for span in ({**good, **change}, {name: good[name] for name in good if name != "began"}):
@@ -282,13 +282,13 @@ def test_spans_that_no_recorder_made_are_refused(tmp_path: Path, change: dict[st
             made.close()
 
 
-def test_a_missing_timeline_names_the_setting(tmp_path: Path) -> None:
+def test_a_missing_timeline_names_the_setting(tmp_path):
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(UserError, match=r"(?s)there is no timeline.*timeline_steps"):
             read_timeline(path)
 
 
-def test_an_invalid_timeline_file_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_timeline_file_is_refused(tmp_path):
     record(tmp_path, THREE, steps=[1])
     path = tmp_path / "timeline.json"
     good = path.read_text(encoding="utf-8")
@@ -311,7 +311,7 @@ def test_an_invalid_timeline_file_is_refused(tmp_path: Path) -> None:
             read_timeline(tmp_path)
 
 
-def test_file_without_steps_says_why(tmp_path: Path) -> None:
+def test_file_without_steps_says_why(tmp_path):
     record(tmp_path, THREE, steps=[1])
     path, raw = tmp_path / "timeline.json", raw_of(tmp_path)
     path.write_text(json.dumps({**raw, "traceEvents": []}), encoding="utf-8")

@@ -51,7 +51,7 @@ def saved(model_type: str, folder: Path) -> Path:
         *[pytest.param(name, "bfd_split", False, marks=pytest.mark.long) for name in _OTHERS],
     ],
 )
-def test_agrees_with_sft_trainer(losses, model_type, strategy, lora, tmp_path) -> None:
+def test_agrees_with_sft_trainer(losses, model_type, strategy, lora, tmp_path):
     model = saved(model_type, tmp_path / "model")
     rows = (pairs if strategy == "bfd" else texts)(random.Random(1))
     file = write_jsonl(tmp_path / "rows.jsonl", rows)

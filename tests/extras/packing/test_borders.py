@@ -42,7 +42,7 @@ def model_of(config: PretrainedConfig) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", seldom(ADMITTED, *(set(ADMITTED) - set(OFTEN))))
-def test_a_changed_sample_leaves_the_bits_of_the_others(name: str) -> None:
+def test_a_changed_sample_leaves_the_bits_of_the_others(name):
     config = deterministic(shrink(tiny_config(name)))
     admitted = try_packing(config, ranges_between([0, 1, introspect(config).num_layers]))
     assert not admitted.reason

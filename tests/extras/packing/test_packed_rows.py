@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import datasets
 import numpy as np
 import pytest
@@ -31,7 +29,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("rows", [TEXT * 3, ROWS], ids=["text", "pairs"])
-def test_micro_batches_are_those_of_sft_trainer(tmp_path: Path, rows, settings) -> None:
+def test_micro_batches_are_those_of_sft_trainer(tmp_path, rows, settings):
     trainer = sft_trainer(rows, tiny_tokenizer(), tmp_path, **settings)
     write_jsonl(tmp_path / "rows.jsonl", rows)
     data = load_data(make_config(tmp_path, {"train": "rows.jsonl", **settings}), tiny_tokenizer())
@@ -45,7 +43,7 @@ def test_micro_batches_are_those_of_sft_trainer(tmp_path: Path, rows, settings) 
             assert torch.equal(batch[name], theirs[name]), name
 
 
-def test_the_report_says_how_full_rows_are_and_what_was_cut(tmp_path: Path) -> None:
+def test_the_report_says_how_full_rows_are_and_what_was_cut(tmp_path):
     write_jsonl(tmp_path / "rows.jsonl", TEXT * 3)
     config = make_config(tmp_path, {"train": "rows.jsonl", "packing": True, "max_length": 24})
     data = load_data(config, tiny_tokenizer())
@@ -58,7 +56,7 @@ def test_the_report_says_how_full_rows_are_and_what_was_cut(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("given", [None, False])
-def test_evaluation_data_are_packed_as_asked(tmp_path: Path, given: bool | None) -> None:
+def test_evaluation_data_are_packed_as_asked(tmp_path, given):
     write_jsonl(tmp_path / "rows.jsonl", TEXT * 3)
     section = {"train": "rows.jsonl", "eval": "rows.jsonl", "packing": True, "eval_packing": given}
     data = load_data(make_config(tmp_path, section), tiny_tokenizer())
@@ -76,7 +74,7 @@ def test_evaluation_data_are_packed_as_asked(tmp_path: Path, given: bool | None)
         ),
     ],
 )
-def test_settings_that_do_not_go_together(tmp_path: Path, section, message) -> None:
+def test_settings_that_do_not_go_together(tmp_path, section, message):
     write_jsonl(tmp_path / "rows.jsonl", TEXT)
     with pytest.raises((ConfigError, DataError), match=message):
         make_config(tmp_path, {"train": "rows.jsonl", **section})
@@ -104,12 +102,12 @@ def theirs(lengths: list[int], most: int, strategy: str) -> list[list[tuple[int,
     most=st.integers(1, 33),
     strategy=st.sampled_from(STRATEGIES),
 )
-def test_rows_are_those_of_trl(lengths: list[int], most: int, strategy: str) -> None:
+def test_rows_are_those_of_trl(lengths, most, strategy):
     if any(lengths):
         assert ours(lengths, most, strategy) == theirs(lengths, most, strategy)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_thousand_examples_are_packed_by_themselves(strategy: str) -> None:
+def test_each_thousand_examples_are_packed_by_themselves(strategy):
     lengths = np.random.default_rng(0).integers(0, 300, 2345).tolist()
     assert ours(lengths, 256, strategy) == theirs(lengths, 256, strategy)

@@ -41,7 +41,7 @@ OF_DATA = ("packing_strategy", "eval_packing", "assistant_only_loss")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     found = save_llama(tmp_path_factory.mktemp("chat"), vocab_size=400)
     tiny_tokenizer(CHATML_MARKED).save_pretrained(found)
     return found
@@ -85,7 +85,7 @@ def lines(output: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_metrics_and_weights_are_those_of_trl(case: str, alone, model, tmp_path) -> None:
+def test_losses_metrics_and_weights_are_those_of_trl(case, alone, model, tmp_path):
     data, training = settings_of(case, tmp_path)
     plan = [{"id": "local", "start": 0, "end": 6}]
     told = {"model": {"name_or_path": str(model)}, "data": data, "shard_plan": plan}
@@ -117,9 +117,7 @@ def test_losses_metrics_and_weights_are_those_of_trl(case: str, alone, model, tm
 
 
 @pytest.mark.parametrize("training", [{}, {"fp16": True, "gradient_checkpointing": True}])
-def test_every_cut_gives_the_bits_of_one_process(
-    training: dict[str, Any], losses, model: Path, tmp_path: Path
-) -> None:
+def test_every_cut_gives_the_bits_of_one_process(training, losses, model, tmp_path):
     data, others = settings_of("bfd", tmp_path)
     sections = {"model": {"name_or_path": str(model)}, "data": data}
     sections["training"] = others | {"label_smoothing_factor": 0.1} | training

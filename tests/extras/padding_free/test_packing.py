@@ -35,7 +35,7 @@ from tests.unit.trainer.test_setup import config as settings
         ("persimmon", None),  # its attention gets no positions, its masks do
     ],
 )
-def test_samples_may_share_a_row(model_type: str, attention: str | None) -> None:
+def test_samples_may_share_a_row(model_type, attention):
     assert try_packing(tiny_config(model_type), ranges_between([0, 2, 5, 6])) == Packing(attention)
 
 
@@ -49,9 +49,7 @@ def test_samples_may_share_a_row(model_type: str, attention: str | None) -> None
         ("whisper", None, None),
     ],
 )
-def test_attention_that_was_asked_for_is_kept(
-    model_type: str, asked: str | None, attention: str | None
-) -> None:
+def test_attention_that_was_asked_for_is_kept(model_type, asked, attention):
     config = tiny_config(model_type)
     config._attn_implementation = asked
     assert admit_packing(config, ranges_between([0, 3, 6])) == attention
@@ -67,9 +65,7 @@ def test_attention_that_was_asked_for_is_kept(
         ("whisper", "flash_attention_2", "positions of the row do not reach the attention"),
     ],
 )
-def test_samples_that_would_meet_in_a_row_are_refused_with_the_reason(
-    model_type: str, asked: str | None, reason: str
-) -> None:
+def test_samples_that_would_meet_in_a_row_are_refused_with_the_reason(model_type, asked, reason):
     config = tiny_config(model_type)
     if model_type == "mamba":
         config.num_hidden_layers = 2  # its scan is slow
@@ -79,7 +75,7 @@ def test_samples_that_would_meet_in_a_row_are_refused_with_the_reason(
     assert "data.padding_free to false" in str(caught.value)
 
 
-def test_positions_that_do_not_begin_again_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_that_do_not_begin_again_are_noticed(monkeypatch):
     right = packing_module.pack
 
     def wrong(*args: Any) -> dict[str, torch.Tensor]:
@@ -91,7 +87,7 @@ def test_positions_that_do_not_begin_again_are_noticed(monkeypatch: pytest.Monke
     assert "do not stay apart" in packing.reason
 
 
-def test_positions_that_reach_the_first_stage_only_are_noticed(monkeypatch) -> None:
+def test_positions_that_reach_the_first_stage_only_are_noticed(monkeypatch):
     run = Shard._run
 
     def without(self: Shard, inputs: dict[str, torch.Tensor], *args: Any, **extra: Any) -> Any:
@@ -106,13 +102,13 @@ def test_positions_that_reach_the_first_stage_only_are_noticed(monkeypatch) -> N
     assert "a cut changes gradients" in packing.reason
 
 
-def test_padding_free_sets_the_attention_of_every_process() -> None:
+def test_padding_free_sets_the_attention_of_every_process():
     told = without_padding(Resolved.start(settings()), LLAMA)
     assert told.config.model.attn_implementation == "per_sample"
     assert "takes each sample by itself" in told.decisions[0].reason
 
 
-def test_padding_free_is_refused_where_samples_meet() -> None:
+def test_padding_free_is_refused_where_samples_meet():
     with pytest.raises(ArchitectureError, match="do not stay apart") as caught:
         without_padding(Resolved.start(settings()), BloomConfig(n_layer=4))
     assert "data.padding_free to false" in str(caught.value)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -73,7 +71,7 @@ def formula(
         {"softcap": 1.0, "s_aux": torch.zeros(HEADS), "sliding_window": 4, "scaling": 1.0},
     ],
 )
-def test_equals_the_formula_with_a_mask(settings: dict[str, Any]) -> None:
+def test_equals_the_formula_with_a_mask(settings):
     ours, theirs = tensors(), tensors()
     output, _ = per_sample_attention(Layer(), *ours, None, position_ids=POSITIONS, **settings)
     expected = formula(*theirs, **settings)
@@ -84,7 +82,7 @@ def test_equals_the_formula_with_a_mask(settings: dict[str, Any]) -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_a_sample_in_a_row_equals_itself_alone_to_the_bit() -> None:
+def test_a_sample_in_a_row_equals_itself_alone_to_the_bit():
     query, key, value = tensors()
     row, _ = per_sample_attention(Layer(), query, key, value, None, position_ids=POSITIONS)
     part = slice(6, 15)
@@ -93,7 +91,7 @@ def test_a_sample_in_a_row_equals_itself_alone_to_the_bit() -> None:
     assert torch.equal(row[:, part], alone)
 
 
-def test_positions_are_read_once() -> None:
+def test_positions_are_read_once():
     positions = POSITIONS.clone()
     assert sample_lengths(positions) == list(LENGTHS)
     positions.zero_()
@@ -108,14 +106,12 @@ def test_positions_are_read_once() -> None:
         (torch.ones(1, 1, TOKENS, TOKENS), POSITIONS, "without a mask"),
     ],
 )
-def test_attention_without_positions_or_with_a_mask_is_refused(
-    mask: torch.Tensor | None, positions: torch.Tensor | None, reason: str
-) -> None:
+def test_attention_without_positions_or_with_a_mask_is_refused(mask, positions, reason):
     with pytest.raises(ValueError, match=reason):
         per_sample_attention(Layer(), *tensors(), mask, position_ids=positions)
 
 
-def test_a_worker_that_only_builds_shards_knows_the_attention(monkeypatch) -> None:
+def test_a_worker_that_only_builds_shards_knows_the_attention(monkeypatch):
     monkeypatch.delitem(AttentionInterface._global_mapping, VARLEN, raising=False)
     config = tiny_config("llama")
     config._attn_implementation = VARLEN
@@ -126,7 +122,7 @@ def test_a_worker_that_only_builds_shards_knows_the_attention(monkeypatch) -> No
     assert hidden_BSD.shape[:2] == ids.shape
 
 
-def test_lengths_of_the_samples_of_a_row_are_not_asked_of_the_device() -> None:
+def test_lengths_of_the_samples_of_a_row_are_not_asked_of_the_device():
     config = tiny_config("llama")
     config._attn_implementation = VARLEN
     config.num_hidden_layers = 2
@@ -144,7 +140,7 @@ def test_lengths_of_the_samples_of_a_row_are_not_asked_of_the_device() -> None:
     assert sample_lengths(there["position_ids"]) == [3, 2]
 
 
-def test_attention_per_sample_is_known_before_a_shard_is_built(tmp_path, monkeypatch) -> None:
+def test_attention_per_sample_is_known_before_a_shard_is_built(tmp_path, monkeypatch):
     """A worker's first look at a quantised model is at its modules, and came too early."""
     known = {k: f for k, f in AttentionInterface._global_mapping.items() if k != VARLEN}
     monkeypatch.setattr(AttentionInterface, "_global_mapping", known)

@@ -61,7 +61,7 @@ def invited(file: Path, keys: Path, *workers: str) -> tuple[Any, queue.SimpleQue
     return inviting, said
 
 
-def test_line_that_invite_prints_makes_a_machine_a_worker(tmp_path, logged) -> None:
+def test_line_that_invite_prints_makes_a_machine_a_worker(tmp_path, logged):
     file = configuration(tmp_path / "coordinator")
     inviting, said = invited(file, file.parent / "hetero_keys", "1", "two", "1")
     for worker, ip in (("1", "192.0.2.7"), ("two", "192.0.2.8")):
@@ -81,7 +81,7 @@ def test_line_that_invite_prints_makes_a_machine_a_worker(tmp_path, logged) -> N
     assert any("worker two has joined from 127.0.0.1:" in line for line in logged)
 
 
-def test_line_names_the_file_that_the_other_machine_is_to_have(tmp_path: Path) -> None:
+def test_line_names_the_file_that_the_other_machine_is_to_have(tmp_path):
     file = configuration(tmp_path / "coordinator").rename(tmp_path / "my cluster.json")
     inviting, said = invited(file, tmp_path / "hetero_keys", "1")
     said.get(timeout=WAIT_S)
@@ -93,9 +93,7 @@ def test_line_names_the_file_that_the_other_machine_is_to_have(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("year", [2090, 2001])
-def test_keys_that_are_of_no_use_by_this_clock_are_named(
-    year: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
-) -> None:
+def test_keys_that_are_of_no_use_by_this_clock_are_named(year, tmp_path, monkeypatch, logged):
     keys_of_year(monkeypatch, year)
     keys = KeyDirectory(tmp_path / "hetero_keys")
     certificates.ensure_authority(keys)
@@ -107,7 +105,7 @@ def test_keys_that_are_of_no_use_by_this_clock_are_named(
     assert any("this machine's clock says" in line for line in logged)
 
 
-def test_worker_that_is_not_in_the_file_cannot_be_invited(tmp_path: Path) -> None:
+def test_worker_that_is_not_in_the_file_cannot_be_invited(tmp_path):
     file = configuration(tmp_path / "coordinator")
     keys = KeyDirectory(file.parent / "hetero_keys")
     with pytest.raises(UserError, match=r"has no worker 3 \(workers: 1, two\)"):
@@ -115,7 +113,7 @@ def test_worker_that_is_not_in_the_file_cannot_be_invited(tmp_path: Path) -> Non
     assert not keys.path.exists()
 
 
-def test_an_address_without_port_and_half_a_token_are_refused(tmp_path: Path) -> None:
+def test_an_address_without_port_and_half_a_token_are_refused(tmp_path):
     keys = KeyDirectory(tmp_path / "keys")
     token = f"HT1-{'a' * 52}-{'a' * 26}"
     with pytest.raises(UserError, match="has no port"):
@@ -124,7 +122,7 @@ def test_an_address_without_port_and_half_a_token_are_refused(tmp_path: Path) ->
         join_cluster("127.0.0.1:9998", token[:60], tmp_path / "c.json", keys)
 
 
-def test_keys_are_exported_listed_revoked_and_rotated(tmp_path, capsys) -> None:
+def test_keys_are_exported_listed_revoked_and_rotated(tmp_path, capsys):
     file = configuration(tmp_path / "coordinator")
 
     def hetero(*words: str) -> str:
@@ -150,7 +148,7 @@ def test_keys_are_exported_listed_revoked_and_rotated(tmp_path, capsys) -> None:
 
 
 @pytest.fixture
-def two_clusters(tmp_path: Path) -> tuple[KeyDirectory, KeyDirectory]:
+def two_clusters(tmp_path):
     """Each with a worker of its machine and a revoked one elsewhere."""
     found = (KeyDirectory(tmp_path / "own"), KeyDirectory(tmp_path / "other"))
     for keys in found:
@@ -175,9 +173,7 @@ def two_clusters(tmp_path: Path) -> tuple[KeyDirectory, KeyDirectory]:
         (True, "authority.pem", "issued.json is here without the authority.pem that it belongs to"),
     ],
 )
-def test_file_of_another_cluster_or_that_is_missing_is_named(
-    is_missing: bool, file: str, said: str, two_clusters: tuple[KeyDirectory, KeyDirectory]
-) -> None:
+def test_file_of_another_cluster_or_that_is_missing_is_named(is_missing, file, said, two_clusters):
     own, other = two_clusters
     if is_missing:
         (own.path / file).unlink()
@@ -189,9 +185,7 @@ def test_file_of_another_cluster_or_that_is_missing_is_named(
     assert is_missing or re.search("cluster|hetero keys rotate", str(found.value))
 
 
-def test_revoked_key_lost_entry_and_left_overs_are_all_named_at_once(
-    two_clusters: tuple[KeyDirectory, KeyDirectory], tmp_path: Path
-) -> None:
+def test_revoked_key_lost_entry_and_left_overs_are_all_named_at_once(two_clusters, tmp_path):
     keys, _ = two_clusters
     certificates.revoke(keys, 1)
     entries = [entry for entry in certificates.issued(keys) if entry.process != "local"]
@@ -211,13 +205,13 @@ def test_revoked_key_lost_entry_and_left_overs_are_all_named_at_once(
     assert not keys.left_overs()
 
 
-def test_doctor_finds_nothing_about_keys_where_none_are_used(tmp_path: Path) -> None:
+def test_doctor_finds_nothing_about_keys_where_none_are_used(tmp_path):
     made = view(tmp_path, worker={"ip": "192.0.2.7"})
     made.options = KeyOptions(insecure=True)
     assert list(findings(made)) == []
 
 
-def test_line_that_invite_prints_makes_a_coordinator_an_island(tmp_path, capsys) -> None:
+def test_line_that_invite_prints_makes_a_coordinator_an_island(tmp_path, capsys):
     keys, said = KeyDirectory(tmp_path / "lighthouse" / "hetero_keys"), queue.SimpleQueue[str]()
     address = ("127.0.0.1", free_ports(1)[0])
     names = ["garage", "attic", "garage"]
@@ -240,9 +234,7 @@ def test_line_that_invite_prints_makes_a_coordinator_an_island(tmp_path, capsys)
     inviting.result(WAIT_S)
 
 
-def test_keys_of_islands_are_exported_listed_revoked_and_rotated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_of_islands_are_exported_listed_revoked_and_rotated(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the lighthouse's machine need not have a configuration
 
     def hetero(*words: str) -> str:
@@ -276,16 +268,14 @@ def test_keys_of_islands_are_exported_listed_revoked_and_rotated(
         (["--island", "lighthouse"], "names the lighthouse"),
     ],
 )
-def test_an_invitation_without_a_valid_recipient_is_refused(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invitation_without_a_valid_recipient_is_refused(words, said, tmp_path, capsys):
     file = tmp_path / "none" / "c.json"
     assert cli.main(["invite", *words, "--config", str(file)]) == 2
     assert said in capsys.readouterr().err
     assert not file.parent.exists()
 
 
-def test_islands_are_told_the_address_that_the_configuration_has(tmp_path: Path) -> None:
+def test_islands_are_told_the_address_that_the_configuration_has(tmp_path):
     file = configuration(tmp_path / "own")
     raw = {**json.loads(file.read_text()), "island": {"name": "a", "lighthouse": "[fd00::1]:7"}}
     file.write_text(json.dumps(raw))
@@ -295,7 +285,7 @@ def test_islands_are_told_the_address_that_the_configuration_has(tmp_path: Path)
     assert lighthouse_address(None, None)[0] == addresses.primary_address()
 
 
-def test_init_makes_keys_where_other_machines_take_part(tmp_path, capsys) -> None:
+def test_init_makes_keys_where_other_machines_take_part(tmp_path, capsys):
     def init(folder: str, *words: str) -> str:
         output = tmp_path / folder / "c.json"
         output.parent.mkdir()

@@ -7,7 +7,7 @@ import re
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class Host:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
+def host(tmp_path):
     with closing(Host(tmp_path / "host")) as made:
         yield made
 
@@ -97,7 +97,7 @@ def stranger(token: Token, number: int) -> Token:
     return Token(token.authority, number.to_bytes(16, "big"))
 
 
-def test_token_is_read_as_it_is_printed() -> None:
+def test_token_is_read_as_it_is_printed():
     token = Token(bytes(range(32)), bytes(range(16)))
     text = str(token)
     assert text.startswith("HT1-")
@@ -106,12 +106,12 @@ def test_token_is_read_as_it_is_printed() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "HT1-a-b", "HT1", "HT2" + "-aa" * 2, "é", "HT1-\n-\n"])
-def test_other_texts_are_refused_as_a_token(text: str) -> None:
+def test_other_texts_are_refused_as_a_token(text):
     with pytest.raises(IdentityError, match="not a token"):
         Token.parse(text)
 
 
-def test_machine_that_joins_gets_key_identity_and_configuration(host: Host, tmp_path: Path) -> None:
+def test_machine_that_joins_gets_key_identity_and_configuration(host, tmp_path):
     own = KeyDirectory(tmp_path / "box")
     joined = host.join(host.token(), lambda got: own.write_bundle(got.identity, got.bundle))
     assert joined.identity.worker == "1"
@@ -130,14 +130,14 @@ def test_machine_that_joins_gets_key_identity_and_configuration(host: Host, tmp_
     wait_until(lambda: host.joined == ["worker 1", "worker two"])
 
 
-def test_invitation_is_good_once(host: Host) -> None:
+def test_invitation_is_good_once(host):
     host.join(host.token())
     with pytest.raises(IdentityError, match="used, over or of another"):
         host.join(host.token())
     assert len(certificates.issued(host.keys)) == 2
 
 
-def test_invitation_ends_after_15_minutes(host: Host) -> None:
+def test_invitation_ends_after_15_minutes(host):
     host.clock.now += 15 * 60 + 1
     with pytest.raises(IdentityError, match="used, over or of another"):
         host.join(host.token())
@@ -146,7 +146,7 @@ def test_invitation_ends_after_15_minutes(host: Host) -> None:
 
 
 @pytest.mark.parametrize("tries", [4, 5])
-def test_five_wrong_tries_end_the_named_invitation(tries: int, host: Host) -> None:
+def test_five_wrong_tries_end_the_named_invitation(tries, host):
     for _ in range(tries):
         with pytest.raises(IdentityError, match="not invited"):
             host.join(wrong(host.token()))
@@ -159,7 +159,7 @@ def test_five_wrong_tries_end_the_named_invitation(tries: int, host: Host) -> No
     assert host.join(host.token(1)).identity.worker == "two"
 
 
-def test_tokens_without_an_invitation_change_no_invitation(host: Host) -> None:
+def test_tokens_without_an_invitation_change_no_invitation(host):
     before = [dict(vars(entry)) for entry in host.inviting.invitations]
     for number in range(12):
         with pytest.raises(IdentityError, match="not invited"):
@@ -168,7 +168,7 @@ def test_tokens_without_an_invitation_change_no_invitation(host: Host) -> None:
     assert host.join(host.token()).identity.worker == "1"
 
 
-def test_nothing_is_sent_to_another_authority_than_the_tokens(host: Host) -> None:
+def test_nothing_is_sent_to_another_authority_than_the_tokens(host):
     other = x509.Authority.make()
     received: list[bytes] = []
 
@@ -188,7 +188,7 @@ def test_nothing_is_sent_to_another_authority_than_the_tokens(host: Host) -> Non
     assert received == [b""]
 
 
-def test_worker_of_the_cluster_cannot_invite(host: Host, tmp_path: Path) -> None:
+def test_worker_of_the_cluster_cannot_invite(host, tmp_path):
     """It has a certificate of the right authority, but not the coordinator's."""
     keys = KeyDirectory(tmp_path / "thief")
     issued = certificates.issue_pem(host.keys, host.authority, 7)
@@ -198,7 +198,7 @@ def test_worker_of_the_cluster_cannot_invite(host: Host, tmp_path: Path) -> None
         host.join(host.token())
 
 
-def test_a_machine_that_cannot_save_its_key_does_not_confirm(host: Host) -> None:
+def test_a_machine_that_cannot_save_its_key_does_not_confirm(host):
     def full(joined: PairedMachine) -> None:
         raise IdentityError("the disk is full")
 
@@ -219,7 +219,7 @@ def test_a_machine_that_cannot_save_its_key_does_not_confirm(host: Host) -> None
         "right proof",
     ],
 )
-def test_an_invalid_request_gets_no_answer(request_: Any, host: Host) -> None:
+def test_an_invalid_request_gets_no_answer(request_, host):
     if request_ == "right proof":
         token = host.token()
         proof = token.proof(bytes(3))
@@ -244,7 +244,7 @@ def test_an_invalid_request_gets_no_answer(request_: Any, host: Host) -> None:
     assert len(certificates.issued(host.keys)) == 1
 
 
-def test_lighthouse_invites_islands_without_a_configuration(tmp_path: Path) -> None:
+def test_lighthouse_invites_islands_without_a_configuration(tmp_path):
     own = KeyDirectory(tmp_path / "own", ISLANDS)
     with closing(Host(tmp_path / "host", "garage")) as host:
         found = host.join(host.token(), lambda got: own.write_bundle(got.identity, got.bundle))
@@ -257,7 +257,7 @@ def test_lighthouse_invites_islands_without_a_configuration(tmp_path: Path) -> N
     assert (host.keys.path / "lighthouse.pem").is_file()
 
 
-def test_joining_without_an_open_invitation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_without_an_open_invitation_is_an_error(monkeypatch):
     """Nothing listens, or what does waits for us: a run whose port that is."""
     token = Token(bytes(32), bytes(16))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -274,9 +274,7 @@ def test_joining_without_an_open_invitation_is_an_error(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("year", "here", "there"), clocks.YEARS)
-def test_a_wrong_clock_is_reported_on_both_sides(
-    year: int, here: str, there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Any
-) -> None:
+def test_a_wrong_clock_is_reported_on_both_sides(year, here, there, tmp_path, monkeypatch, logged):
     clocks.keys_of_year(monkeypatch, year)
     with closing(Host(tmp_path / "host")) as host, pytest.raises(IdentityError, match=here):
         host.join(host.token())

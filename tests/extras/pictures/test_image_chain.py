@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ def chain_of(config: PretrainedConfig) -> ImageConfig:
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_a_classifier_in_parts_computes_what_its_class_does(name: str) -> None:
+def test_a_classifier_in_parts_computes_what_its_class_does(name):
     """Logits, gradients and running means, to the bit, whole and in three shards."""
     config = chain_of(CLASSIFIERS[name])
     torch.manual_seed(0)
@@ -97,7 +96,7 @@ def test_a_classifier_in_parts_computes_what_its_class_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["beit", "efficientnet", "segformer"])
-def test_parts_are_compared_with_the_class_also_with_dropout(name: str) -> None:
+def test_parts_are_compared_with_the_class_also_with_dropout(name):
     fields = CLASSIFIERS[name].to_dict()
     rates = {key: 0.3 for key, value in fields.items() if "drop" in key and value == 0.0}
     assert rates
@@ -106,7 +105,7 @@ def test_parts_are_compared_with_the_class_also_with_dropout(name: str) -> None:
     assert compare(config, ranges_between([0, 2, count - 1, count])).verdict == "bit-equal"
 
 
-def test_parts_that_compute_otherwise_than_the_class_are_refused(monkeypatch) -> None:
+def test_parts_that_compute_otherwise_than_the_class_are_refused(monkeypatch):
     """All cuts of a wrong chain are equal to each other; the class is what tells."""
     config, forward = chain_of(CLASSIFIERS["vit"]), ImagePart.forward
     monkeypatch.setattr(ImagePart, "forward", lambda part, value: 2 * forward(part, value))
@@ -115,7 +114,7 @@ def test_parts_that_compute_otherwise_than_the_class_are_refused(monkeypatch) ->
     assert result.reason == "the output differs from that of the whole"
 
 
-def test_a_tensor_that_goes_around_the_blocks_is_refused() -> None:
+def test_a_tensor_that_goes_around_the_blocks_is_refused():
     config = CvtConfig(
         **{"embed_dim": [8, 16, 32], "num_heads": [1, 2, 4], "depth": [1, 2, 4]}, num_labels=5
     )
@@ -124,7 +123,7 @@ def test_a_tensor_that_goes_around_the_blocks_is_refused() -> None:
     assert "meta" in result.reason
 
 
-def test_pictures_of_another_size_are_refused() -> None:
+def test_pictures_of_another_size_are_refused():
     config = ImageConfig(
         CLASSIFIERS["vit"].to_dict(), forms={**FORMS, "input": ((1, 32, 32), "float32")}
     )
@@ -132,7 +131,7 @@ def test_pictures_of_another_size_are_refused() -> None:
         bundles(config)
 
 
-def test_a_new_head_begins_at_random_and_a_lost_body_is_refused(tmp_path: Path) -> None:
+def test_a_new_head_begins_at_random_and_a_lost_body_is_refused(tmp_path):
     whole: Any = AutoModelForImageClassification.from_config(CLASSIFIERS["vit"])
     whole.vit.save_pretrained(tmp_path / "body")
     body = ImageConfig(CLASSIFIERS["vit"].to_dict(), source=str(tmp_path / "body"), forms=FORMS)
@@ -150,7 +149,7 @@ def test_a_new_head_begins_at_random_and_a_lost_body_is_refused(tmp_path: Path) 
         ImageConfig(CLASSIFIERS["vit"].to_dict(), source=source, forms=FORMS).make()
 
 
-def test_other_models_have_no_class_for_pictures(tmp_path: Any) -> None:
+def test_other_models_have_no_class_for_pictures(tmp_path):
     model = {"from_config": {"model_type": "llama"}}
     raw = {**machines_here(("local", 2)), "model": model, "data": {"train": "train_set"}}
     raw["training"] = {"objective": "image-classification"}

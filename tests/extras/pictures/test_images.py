@@ -50,7 +50,7 @@ def configuration(model: Path, output: Path) -> Config:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["resnet", "vit", "swin"])
-def test_losses_and_weights_are_those_of_the_trainer(name: str, tmp_path, monkeypatch) -> None:
+def test_losses_and_weights_are_those_of_the_trainer(name, tmp_path, monkeypatch):
     held_out = TensorDataset(*pictures()[:7])
     module = SimpleNamespace(train_set=pictures(), eval_set=held_out)
     monkeypatch.setattr(control, "_modules", [module])
@@ -84,7 +84,7 @@ def test_losses_and_weights_are_those_of_the_trainer(name: str, tmp_path, monkey
         torch.testing.assert_close(loaded.state_dict()[key], tensor, rtol=1e-5, atol=1e-5)
 
 
-def test_labels_that_are_no_classes_are_said(tmp_path, monkeypatch) -> None:
+def test_labels_that_are_no_classes_are_said(tmp_path, monkeypatch):
     wrong = [(picture, 7) for picture, _ in pictures()]
     monkeypatch.setattr(control, "_modules", [SimpleNamespace(train_set=wrong, eval_set=wrong)])
     AutoModelForImageClassification.from_config(CLASSIFIERS["resnet"]).save_pretrained(

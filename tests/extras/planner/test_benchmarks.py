@@ -7,7 +7,6 @@ import shlex
 import socket
 import sys
 from collections import namedtuple
-from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,7 +37,7 @@ from tests.waiting import WAIT_S
 LOAD = Load.of(2, 4, [0.004], [0.008], 20_000)
 
 
-def test_stage_that_sleeps_has_all_that_is_asked_of_a_stage() -> None:
+def test_stage_that_sleeps_has_all_that_is_asked_of_a_stage():
     asked = {*StageInterface.__annotations__, *vars(StageInterface)}
     spec = StageSpec(index=0, owner="local", start=0, end=1, is_first=True, is_last=False)
     stage = SleepStage(spec, LOAD)
@@ -49,12 +48,12 @@ LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
+def network():
     with open_network("loopback", 2, namespaces=False) as made:
         yield made
 
 
-def test_times_are_given_for_all_for_each_device_or_for_each_stage() -> None:
+def test_times_are_given_for_all_for_each_device_or_for_each_stage():
     assert Load.of(2, 1, [0.4], [0.8], 1, chunks=2).forward_s == (0.2,) * 4
     assert Load.of(2, 1, [0.2, 0.4], [0.8], 1, chunks=2).forward_s == (0.1, 0.2, 0.1, 0.2)
     assert Load.of(2, 1, [1, 2, 3, 4], [0.8], 1, chunks=2).forward_s == (1, 2, 3, 4)
@@ -62,7 +61,7 @@ def test_times_are_given_for_all_for_each_device_or_for_each_stage() -> None:
         Load.of(2, 1, [1, 2, 3], [0.8], 1)
 
 
-def test_the_same_work_cut_into_more_stages() -> None:
+def test_the_same_work_cut_into_more_stages():
     load = Load.of(2, 8, [0.2, 0.4], [0.4, 0.8], 1)
     cut = load.with_chunks(2)
     assert cut.forward_s == (0.1, 0.2, 0.1, 0.2)
@@ -72,7 +71,7 @@ def test_the_same_work_cut_into_more_stages() -> None:
     assert devices_for(PEERS["torch-interleaved"], cut) == [0, 1, 0, 1]
 
 
-def test_the_bound_of_a_case_counts_relays() -> None:
+def test_the_bound_of_a_case_counts_relays():
     network = Network("x", "x", (), (), None, bytes_s=1e6, delay_s=0.2)  # type: ignore[arg-type]
     load = Load.of(3, 4, [0.1], [0.1], 1000)
     relayed = load.profile(network, relayed=True).edges
@@ -85,7 +84,7 @@ def test_the_bound_of_a_case_counts_relays() -> None:
     assert [edge.latency_s for edge in direct] == pytest.approx([0.1, 0.1])
 
 
-def test_figures_are_those_of_the_samples(network: Network) -> None:
+def test_figures_are_those_of_the_samples(network):
     load = Load.of(4, 16, [0.02], [0.04], 1)
     # Asked for 20 and 40 ms, every stage slept a tenth longer.
     forward_s, backward_s = [3 * 16 * 0.022] * 4, [3 * 16 * 0.044] * 4
@@ -105,7 +104,7 @@ def test_figures_are_those_of_the_samples(network: Network) -> None:
 
 
 @pytest.mark.long
-def test_the_product_slowed_on_purpose_is_slower(network: Network) -> None:
+def test_the_product_slowed_on_purpose_is_slower(network):
     with pipeline.Product(network, LOAD) as product:
         plain = product.run(pipeline.Engine(), 3, LIMIT_S)
     slowed = replace(LOAD, slow_s=0.05)
@@ -123,7 +122,7 @@ def test_the_product_slowed_on_purpose_is_slower(network: Network) -> None:
 
 
 @pytest.mark.long
-def test_torch_slowed_on_purpose_is_slower(network: Network) -> None:
+def test_torch_slowed_on_purpose_is_slower(network):
     with Ranks(network, LOAD) as ranks:
         plain = {name: ranks.run(name, 1, LIMIT_S) for name in PEERS}
     with Ranks(network, replace(LOAD, slow_s=0.05)) as ranks:
@@ -140,7 +139,7 @@ def test_torch_slowed_on_purpose_is_slower(network: Network) -> None:
 
 
 @pytest.mark.long
-def test_micro_batches_of_several_lengths(network: Network) -> None:
+def test_micro_batches_of_several_lengths(network):
     load = replace(LOAD, lengths=(1.0, 0.25))
     results = pipeline.run_case(
         load, network, [pipeline.Engine()], ["torch-1f1b"], 1, lambda figures: None
@@ -156,24 +155,24 @@ needs_root = pytest.mark.skipif(not can_make_namespaces(), reason="needs root on
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
-def test_flows_are_those_of_the_links() -> None:
+def test_flows_are_those_of_the_links():
     assert flows_of("direct", 3) == [(0, 1), (1, 0), (1, 2), (2, 1)]
     assert flows_of("relay", 3) == [(0, 1), (1, 0), (0, 2), (2, 0)]
 
 
-def test_an_unlimited_network_has_no_rate_to_carry(network: Network) -> None:
+def test_an_unlimited_network_has_no_rate_to_carry(network):
     assert carried(network, flows_of("relay", 2)) is None
 
 
 @pytest.mark.parametrize("rate_bit_s", [1e7, 1e8, 2e8, 4e8, 1e9, 1e10])
-def test_no_port_splits_the_segments_that_the_kernel_sends(rate_bit_s: float) -> None:
+def test_no_port_splits_the_segments_that_the_kernel_sends(rate_bit_s):
     largest = 65536 + 44 * 66  # and the headers that tbf counts, of a TCP segment before it is cut
     assert burst_bytes(rate_bit_s) >= largest
 
 
 @pytest.mark.long
 @needs_root
-def test_bare_sockets_measure_a_shaped_network() -> None:
+def test_bare_sockets_measure_a_shaped_network():
     with open_network("100mbit", 3) as shaped:
         share = carried(shaped, flows_of("direct", 3))
     assert 0.5 < share < 1.1
@@ -181,7 +180,7 @@ def test_bare_sockets_measure_a_shaped_network() -> None:
 
 @pytest.mark.long
 @needs_linux
-def test_a_paced_network_takes_the_expected_time() -> None:
+def test_a_paced_network_takes_the_expected_time():
     with open_network("100mbit", 2, namespaces=False) as paced:
         figures = measure(paced, 2_000_000, rounds=3)
     assert "paced on its own" in paced.how
@@ -191,7 +190,7 @@ def test_a_paced_network_takes_the_expected_time() -> None:
 
 @pytest.mark.faults
 @pytest.mark.alone
-def test_a_delay_is_a_round_trip_longer() -> None:
+def test_a_delay_is_a_round_trip_longer():
     with open_network("loopback", 2, namespaces=False, delay_s=0.05) as delayed:
         figures = measure(delayed, 100_000, rounds=3)
     assert 50 <= figures["round_trip_ms"] < 80
@@ -199,7 +198,7 @@ def test_a_delay_is_a_round_trip_longer() -> None:
 
 
 @needs_root
-def test_a_shaped_port_is_as_slow_as_it_says_and_counts_its_bytes() -> None:
+def test_a_shaped_port_is_as_slow_as_it_says_and_counts_its_bytes():
     figures = []
     for name in ("1gbit", "100mbit"):
         with open_network(name, 2) as shaped:
@@ -228,7 +227,7 @@ def _congestion_control(connection: Connection, address: str, port: int, dials: 
 
 
 @needs_root
-def test_both_ends_of_a_shaped_connection_have_the_usual_congestion_control() -> None:
+def test_both_ends_of_a_shaped_connection_have_the_usual_congestion_control():
     with open_network("1gbit", 2) as shaped, Machines() as machines:
         to = (shaped.places[1].address, shaped.places[1].port)
         listens = machines.start(shaped.places[1], _congestion_control, *to, False)
@@ -238,7 +237,7 @@ def test_both_ends_of_a_shaped_connection_have_the_usual_congestion_control() ->
 
 
 @needs_root
-def test_no_namespace_is_left_behind() -> None:
+def test_no_namespace_is_left_behind():
     holders: list[Path] = []
 
     def interrupted() -> None:
@@ -253,7 +252,7 @@ def test_no_namespace_is_left_behind() -> None:
 
 
 @needs_root
-def test_the_loopback_counts_only_bytes_of_the_benchmark() -> None:
+def test_the_loopback_counts_only_bytes_of_the_benchmark():
     with open_network("loopback", 2) as quiet:
         before = quiet.counters.read()
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -262,12 +261,12 @@ def test_the_loopback_counts_only_bytes_of_the_benchmark() -> None:
         assert 50_000 <= measure(quiet, 50_000, rounds=2)["interface_bytes"] <= 60_000
 
 
-def test_an_unknown_network_is_refused() -> None:
+def test_an_unknown_network_is_refused():
     with pytest.raises(UserError, match="there are: loopback, 1gbit"), open_network("wifi", 2):
         pass
 
 
-def test_memory_that_grows_shows() -> None:
+def test_memory_that_grows_shows():
     flat = [[100, 50]] * 40
     assert growth(flat) == (0.0, 0.0)
     # One process grows by 1 in every sample; over a quarter of the run by 10.
@@ -278,7 +277,7 @@ def test_memory_that_grows_shows() -> None:
         growth(flat[:7])
 
 
-def test_memory_is_read_from_the_process() -> None:
+def test_memory_is_read_from_the_process():
     with MemoryWatch([os.getpid()]) as watch:
         assert watch.first.wait(WAIT_S)
     ((own,), *_) = watch.between(0, float("inf"))
@@ -286,7 +285,7 @@ def test_memory_is_read_from_the_process() -> None:
     assert watch.between(0, 0) == []
 
 
-def test_a_missed_goal_is_reported() -> None:
+def test_a_missed_goal_is_reported():
     case = Case("x", "", (Goal("hetero-relay", "ratio", most=1.03), Goal("serial", "ratio")))
     figures = {
         **{"engine": "hetero-relay", "step_s": 1.2, "step_s_min": 1.1, "step_s_max": 1.3},
@@ -302,13 +301,13 @@ def test_a_missed_goal_is_reported() -> None:
     assert part.met({"cpu_ms": {"sender": 1}}) is None
 
 
-def test_a_network_that_does_not_carry_its_rate_is_not_judged() -> None:
+def test_a_network_that_does_not_carry_its_rate_is_not_judged():
     assert obstacle({"network": {"carried": {"direct": 0.99}}}) is None
     assert obstacle({"network": {"carried": {}}}) is None
     assert "0.61" in str(obstacle({"network": {"carried": {"relay": 0.99, "direct": 0.61}}}))
 
 
-def test_every_case_of_the_suite_is_a_valid_command_line() -> None:
+def test_every_case_of_the_suite_is_a_valid_command_line():
     for case in CASES:
         if case.module == "pipeline":
             options = pipeline.parser().parse_args(shlex.split(case.arguments))
@@ -319,13 +318,13 @@ def test_every_case_of_the_suite_is_a_valid_command_line() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-def test_the_suite_skips_cases_without_time_left() -> None:
+def test_the_suite_skips_cases_without_time_left():
     results = run_suite(CASES[:2], 0.0, None)
     assert [result["skipped"] for result in results] == ["no time left"] * 2
 
 
 @pytest.mark.long
-def test_copies_of_the_state_are_made_and_cost_time(network: Network) -> None:
+def test_copies_of_the_state_are_made_and_cost_time(network):
     load = replace(LOAD, state_bytes=400_000)
     found = replication.figures("small", network, load)
     assert found["steps"] == replication.ROUNDS * replication.COPIES * found["every_steps"]
@@ -333,7 +332,7 @@ def test_copies_of_the_state_are_made_and_cost_time(network: Network) -> None:
     assert 0.5 < found["ratio"] < 5
 
 
-def test_what_reporters_add_is_counted_between_steps() -> None:
+def test_what_reporters_add_is_counted_between_steps():
     clock = reporting.Clock()
     for number in range(reporting.WARM_UP_STEPS + 3):
         clock.step({"step": number, "step_seconds": 0.0})
@@ -347,27 +346,27 @@ def test_what_reporters_add_is_counted_between_steps() -> None:
 
 
 @pytest.mark.long
-def test_steps_with_a_reporter_and_without_are_timed() -> None:
+def test_steps_with_a_reporter_and_without_are_timed():
     found = reporting.compare(["tensorboard"], pairs=1, steps=5, sleep_s=0.005)
     assert found["steps"] == 5
     assert found["step_s"] > 4 * 0.005
 
 
 @pytest.mark.long
-def test_changes_of_plan_are_timed() -> None:
+def test_changes_of_plan_are_timed():
     found = replanning.change(64, None)
     assert len(found["each_s"]) == replanning.CHANGES
     assert 0 < found["change_s"] < found["first_s"]
 
 
-def test_stolen_time_is_a_share_of_all_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stolen_time_is_a_share_of_all_time(monkeypatch):
     times = namedtuple("times", ["user", "idle", "steal", "guest"])
     passed = iter([times(5.0, 10.0, 1.0, 2.0), times(8.0, 15.0, 3.0, 5.0)])
     monkeypatch.setattr(psutil, "cpu_times", lambda: next(passed))
     assert environment.Stolen().share() == 0.2  # 2 of 10 seconds; a guest's are the user's, too
 
 
-def test_the_share_of_stolen_time_is_unknown_where_it_is_not_counted(monkeypatch) -> None:
+def test_the_share_of_stolen_time_is_unknown_where_it_is_not_counted(monkeypatch):
     times = namedtuple("times", ["user", "idle"])
     monkeypatch.setattr(psutil, "cpu_times", lambda: times(1.0, 1.0))
     assert environment.Stolen().share() is None

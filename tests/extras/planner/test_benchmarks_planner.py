@@ -18,7 +18,7 @@ from hetero_framework.extras.planner.layout import Fleet, evaluated
 from tests.extras.planner.fleets import device, fleet_of
 
 
-def test_random_fleets_are_the_same_for_the_same_seed() -> None:
+def test_random_fleets_are_the_same_for_the_same_seed():
     one, other = (random_fleet(random.Random(3), 4, 12, 8, tight=True) for _ in range(2))
     assert one == other
     star = random_fleet(random.Random(3), 4, 12, 8, direct=0.0, speeds=[GIGABIT])
@@ -26,7 +26,7 @@ def test_random_fleets_are_the_same_for_the_same_seed() -> None:
     assert len(star.links) == 6
 
 
-def test_all_layouts_are_enumerated() -> None:
+def test_all_layouts_are_enumerated():
     """Subsets of two workers in each order, all cuts, the head alone or not, both ways."""
     slow = fleet_of(device("local"), device(1), device(2), layers=3)
     fleet = Fleet(slow)
@@ -37,7 +37,7 @@ def test_all_layouts_are_enumerated() -> None:
     assert len(found) == 1 + 2 * 4 + 2 * per_order
 
 
-def test_best_of_all_is_the_least_step_of_all_layouts() -> None:
+def test_best_of_all_is_the_least_step_of_all_layouts():
     fleet = Fleet(fleet_of(device("local"), device(1, layer_forward_s=0.004), speed=3e7))
     found = [evaluated(fleet, layout) for layout in planner.all_layouts(fleet, 1e9)]
     steps = [one.seconds for one in found if one is not None]
@@ -49,7 +49,7 @@ def test_best_of_all_is_the_least_step_of_all_layouts() -> None:
 @pytest.mark.parametrize(
     ("seed", "most_devices"), [(2, 3), (6, 3), (7, 3), (13, 3), (365, 5)], ids=str
 )
-def test_plans_are_as_good_as_exhaustive_search(seed: int, most_devices: int) -> None:
+def test_plans_are_as_good_as_exhaustive_search(seed, most_devices):
     """The last one has 217 layouts that their bounds do not rule out."""
     found = planner.exhaustive([planner.instance(seed, most_devices)])
     assert found["all_fit"]
@@ -58,7 +58,7 @@ def test_plans_are_as_good_as_exhaustive_search(seed: int, most_devices: int) ->
 
 
 @pytest.mark.long
-def test_published_measurements_are_predicted() -> None:
+def test_published_measurements_are_predicted():
     """Two-stage pipelines of A100s give the numbers, four-stage ones are predicted."""
     table = json.loads(planner.VTRAIN.read_text(encoding="utf-8"))
     assert len(table["rows"]) == 160
@@ -68,7 +68,7 @@ def test_published_measurements_are_predicted() -> None:
     assert found["worst_error"] <= 0.030
 
 
-def test_fitting_recovers_the_numbers() -> None:
+def test_fitting_recovers_the_numbers():
     def row(m: int, layers: int) -> dict[str, float]:
         took_ms = m * (layers / 2 * 3.0 + 7.0) + layers / 2 * 3.0 + 11.0
         return {"micro_batches": m, "layers": layers, "iteration_ms": took_ms}
@@ -77,7 +77,7 @@ def test_fitting_recovers_the_numbers() -> None:
     assert planner.fitted(rows) == pytest.approx([3.0, 7.0, 11.0])
 
 
-def test_splits_hold_all_layers() -> None:
+def test_splits_hold_all_layers():
     profile = fleet_of(*(device(k or "local") for k in range(3)))
     entries = planner.split(profile, [1, 2, 1])
     assert [(e["start"], e["end"]) for e in entries] == [(0, 2), (2, 6), (6, 8)]
@@ -85,19 +85,19 @@ def test_splits_hold_all_layers() -> None:
 
 
 @pytest.mark.long
-def test_the_plan_beats_simple_rules() -> None:
+def test_the_plan_beats_simple_rules():
     found = planner.splits(2)
     assert found["plan"]["mean"] > found["equal"]["mean"]
 
 
 @pytest.mark.long
-def test_large_reports_planning_times() -> None:
+def test_large_reports_planning_times():
     found = planner.large(1, layers=8, devices=3, micro_batches=(8,))
     assert len(found["rows"]) == 6
     assert found["seconds_most"] > 0
 
 
-def test_fleets_are_unequal_and_always_the_same() -> None:
+def test_fleets_are_unequal_and_always_the_same():
     fleets = [unequal_fleet(number) for number in range(20)]
     assert [unequal_fleet(number) for number in range(20)] == fleets
     assert {len(fleet.profile.devices) for fleet in fleets} == {2, 3, 4, 5}
@@ -108,7 +108,7 @@ def test_fleets_are_unequal_and_always_the_same() -> None:
     assert any(len(set(fleet.ports_bit_s)) > 1 for fleet in fleets)
 
 
-def test_stages_sleep_as_the_plan_says() -> None:
+def test_stages_sleep_as_the_plan_says():
     fleet = unequal_fleet(3)
     found = fleet.result()
     load = fleet.load(found)
@@ -117,7 +117,7 @@ def test_stages_sleep_as_the_plan_says() -> None:
     assert [entry["start"] for entry in load.plan()[1:]] == [e["end"] for e in load.plan()[:-1]]
 
 
-def test_a_nic_is_shared_where_two_edges_meet() -> None:
+def test_a_nic_is_shared_where_two_edges_meet():
     edge = Edge(0.1, 0.1)
     both = Profile.of([0.0] * 3, [0.0] * 3, edges=[edge, edge])
     # The middle one receives activations and gradients, and sends both: 0.2 s of each micro-batch.
@@ -125,7 +125,7 @@ def test_a_nic_is_shared_where_two_edges_meet() -> None:
     assert shared(Profile.of([0.0] * 2, [0.0] * 2, edges=[edge]), 4, 2.0) == 0.0
 
 
-def test_errors_are_counted_by_absolute_value() -> None:
+def test_errors_are_counted_by_absolute_value():
     assert errors([-0.06, 0.02, -0.01]) == {
         "cases": 3, "within_5_percent": 2, "median": 0.02, "most": 0.06,
     }  # fmt: skip

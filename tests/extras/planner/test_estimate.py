@@ -23,7 +23,7 @@ FIELDS = {
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model(tmp_path, monkeypatch):
     """A folder with config.json and nothing else; the working directory is its parent."""
     folder = tmp_path / "model"
     folder.mkdir()
@@ -49,7 +49,7 @@ Estimated, Printed = Callable[..., dict[str, Any]], Callable[..., str]
 
 
 @pytest.fixture
-def estimated(model: Path, capsys: pytest.CaptureFixture[str]) -> Estimated:
+def estimated(model, capsys):
     """What `hetero plan --dry-run` estimates with these options."""
 
     def found(*words: str) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def estimated(model: Path, capsys: pytest.CaptureFixture[str]) -> Estimated:
 
 
 @pytest.fixture
-def printed(model: Path, capsys: pytest.CaptureFixture[str]) -> Printed:
+def printed(model, capsys):
     """What it prints, or with another code its error."""
 
     def found(*words: str, code: int = 0) -> str:
@@ -71,7 +71,7 @@ def printed(model: Path, capsys: pytest.CaptureFixture[str]) -> Printed:
     return found
 
 
-def test_a_model_and_names_of_devices_are_enough(estimated: Estimated) -> None:
+def test_a_model_and_names_of_devices_are_enough(estimated):
     words = ["--model", "./model", "--device", "local=RTX 4090", "--device", "2=RTX 3060"]
     found = estimated(*words, "--bandwidth", "10Gbit/s", "--save-profile", "fleet.json")
     assert found["estimate"]["factor"] == 2.0
@@ -87,7 +87,7 @@ def test_a_model_and_names_of_devices_are_enough(estimated: Estimated) -> None:
     assert sorted(path.name for path in Path().iterdir()) == ["fleet.json", "model"]
 
 
-def test_the_configuration_lists_the_devices(model: Path, estimated: Estimated) -> None:
+def test_the_configuration_lists_the_devices(model, estimated):
     configured(model)
     named = ["--device", "local=RTX 3090", "--device", "1=RTX 3090", "--device", "box=RTX 3090"]
     found = estimated(*named, "--bandwidth", "box=1Mbit/s")
@@ -99,14 +99,14 @@ def test_the_configuration_lists_the_devices(model: Path, estimated: Estimated) 
         assert [device["id"] for device in found["estimate"]["devices"]] == ["local", 1]
 
 
-def test_a_dry_run_is_labelled_as_an_estimate(printed: Printed) -> None:
+def test_a_dry_run_is_labelled_as_an_estimate(printed):
     said = printed("--model", "./model", "--device", "local=RTX 4090")
     assert said.startswith("An ESTIMATE from config.json and makers' figures")
     assert "coordinator: RTX 4090 (24.0 GiB, 165 TFLOPS (16-bit), 1008 GB/s)" in said
     assert "assumed: gpu: 45% of the arithmetic" in said
 
 
-def test_an_estimated_plan_can_be_written(model: Path, estimated: Estimated) -> None:
+def test_an_estimated_plan_can_be_written(model, estimated):
     configured(model)
     named = ["--device", "local=RTX 3090", "--device", "1=RTX 3090", "--exclude", "box"]
     found = estimated(*named, "--pin", "1=6:8", "--write")
@@ -131,9 +131,7 @@ def test_an_estimated_plan_can_be_written(model: Path, estimated: Estimated) -> 
         (["--measure"], "needs one of --measure, --dry-run and --profile"),
     ],
 )
-def test_wrong_options_end_with_2_and_leave_nothing(
-    words: list[str], said: str, model: Path, printed: Printed
-) -> None:
+def test_wrong_options_end_with_2_and_leave_nothing(words, said, model, printed):
     configured(model)
     known = ["--device", "1=RTX 3090", "--device", "box=RTX 3090", "--device", "local=RTX 3090"]
     if words and words[0] != "--device":
@@ -151,9 +149,7 @@ def test_wrong_options_end_with_2_and_leave_nothing(
         ('{"model_type": "perceptron"}', "has no model type 'perceptron'"),
     ],
 )
-def test_a_model_that_cannot_be_read_ends_with_2(
-    content: str | None, said: str, model: Path, printed: Printed
-) -> None:
+def test_a_model_that_cannot_be_read_ends_with_2(content, said, model, printed):
     (model / "config.json").unlink()
     if content is not None:
         (model / "config.json").write_text(content)
@@ -161,18 +157,18 @@ def test_a_model_that_cannot_be_read_ends_with_2(
 
 
 @pytest.mark.parametrize("option", ["--model", "--device", "--bandwidth"])
-def test_options_of_a_dry_run_need_dry_run(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_a_dry_run_need_dry_run(option, capsys):
     assert main(["plan", "--measure", option, "1=x"]) == 2
     assert f"{option} goes with --dry-run" in capsys.readouterr().err
 
 
-def test_length_of_the_samples_can_be_set_without_naming_data(estimated: Estimated) -> None:
+def test_length_of_the_samples_can_be_set_without_naming_data(estimated):
     words = ["--model", "./model", "--device", "local=RTX 4090", "--set"]
     short, long = (estimated(*words, f"data.max_length={length}") for length in (256, 2048))
     assert long["predicted_step_s"] > short["predicted_step_s"]
 
 
-def test_the_job_is_reported_with_tokens_per_second_and_hours(estimated, printed) -> None:
+def test_the_job_is_reported_with_tokens_per_second_and_hours(estimated, printed):
     words = ["--model", "./model", "--device", "local=RTX 4090", "--device", "1=RTX 3060"]
     words += ["--adapter", "qlora", "--max-length", "512", "--batch-size", "4"]
     found = estimated(*words)
@@ -195,7 +191,7 @@ def test_the_job_is_reported_with_tokens_per_second_and_hours(estimated, printed
     assert whole["estimate"]["job"]["weights"]["1"] == "bfloat16"
 
 
-def test_an_epoch_of_data_that_are_here_is_counted(model: Path, estimated: Estimated) -> None:
+def test_an_epoch_of_data_that_are_here_is_counted(model, estimated):
     tokenizer = save_tokenizer(model)
     texts = save_texts(model.parent / "texts.jsonl", 8)
     alone = {"workers": [], "shard_plan": plan_of(("local", 8))}
@@ -209,8 +205,8 @@ def test_an_epoch_of_data_that_are_here_is_counted(model: Path, estimated: Estim
 
 
 def test_a_mac_beside_cards_holds_no_4_bits_where_bitsandbytes_has_none_for_it(
-    model: Path, estimated: Estimated, printed: Printed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, estimated, printed, monkeypatch
+):
     monkeypatch.setattr(estimate, "without_four_bit", {"mps": "no backend"}.get)
     devices = ["--device", "local=RTX 4090", "--device", "1=Apple M2 Max 64GB"]
     words = ["--adapter", "qlora", "--save-profile", "fleet.json"]
@@ -233,12 +229,12 @@ def test_a_mac_beside_cards_holds_no_4_bits_where_bitsandbytes_has_none_for_it(
     assert written["workers"][0]["quantization"] == "none"
 
 
-def test_a_plan_for_another_job_is_not_written(model: Path, printed: Printed) -> None:
+def test_a_plan_for_another_job_is_not_written(model, printed):
     configured(model)
     assert "a plan for another job" in printed("--batch-size", "2", "--write", code=2)
 
 
-def test_memory_of_the_machines_counts_and_is_said(estimated: Estimated) -> None:
+def test_memory_of_the_machines_counts_and_is_said(estimated):
     words = ["--model", "./model", "--device", "local=RTX 4090 +64GB", "--device", "2=RTX 3060"]
     found = estimated(*words, "--adapter", "lora", "--save-profile", "fleet.json")
     (said,) = [line for line in found["estimate"]["assumed"] if "beside their cards" in line]
@@ -258,7 +254,7 @@ def test_memory_of_the_machines_counts_and_is_said(estimated: Estimated) -> None
     assert (one.host_bytes, one.host_to_device_bytes_per_s) == (0, 0)
 
 
-def test_a_model_larger_than_the_card_is_streamed(model: Path, printed: Printed) -> None:
+def test_a_model_larger_than_the_card_is_streamed(model, printed):
     wide = {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
     (model / "config.json").write_text(json.dumps({**FIELDS, **wide, **heads}))
@@ -272,7 +268,7 @@ def test_a_model_larger_than_the_card_is_streamed(model: Path, printed: Printed)
     assert " tokens/s (" in said.partition("coordinator alone: ")[2]
 
 
-def test_many_machines_are_not_searched_without_each(printed: Printed) -> None:
+def test_many_machines_are_not_searched_without_each(printed):
     words = ["--model", "./model", "--device", "local=RTX 4090"]
     for k in range(1, 9):
         words += ["--device", f"{k}=RTX 3060"]
@@ -282,7 +278,7 @@ def test_many_machines_are_not_searched_without_each(printed: Printed) -> None:
 README = Path(__file__).parents[3] / "README.md"
 
 
-def test_the_readme_has_the_figures_of_its_commands(estimated: Estimated) -> None:
+def test_the_readme_has_the_figures_of_its_commands(estimated):
     text = README.read_text(encoding="utf-8")
     commands = re.findall(r"^hetero (plan --dry-run --model .*)$", text, re.MULTILINE)
     sizes = {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 27648}
@@ -311,7 +307,7 @@ def test_the_readme_has_the_figures_of_its_commands(estimated: Estimated) -> Non
     ]
 
 
-def test_states_are_in_host_memory_only_where_it_is_another(estimated: Estimated) -> None:
+def test_states_are_in_host_memory_only_where_it_is_another(estimated):
     devices = ["--device", "local=RTX 3090", "--device", "1=Apple M2 Max 64GB"]
     words = ["--model", "./model", *devices, "--adapter", "none", "--save-profile", "fleet.json"]
     estimated(*words, "--overwrite")
@@ -325,7 +321,7 @@ def test_states_are_in_host_memory_only_where_it_is_another(estimated: Estimated
     assert with_host.embedding_host_bytes > 0 < with_host.head_host_bytes
 
 
-def test_stored_inputs_count_only_where_host_memory_is_another(estimated) -> None:
+def test_stored_inputs_count_only_where_host_memory_is_another(estimated):
     devices = ["--device", "local=RTX 3090", "--device", "1=Apple M2 Max 64GB"]
     words = ["--model", "./model", *devices, "--adapter", "lora", "--save-profile", "fleet.json"]
     estimated(*words, "--set", "training.activation_offloading=true")

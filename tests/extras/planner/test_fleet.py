@@ -14,7 +14,7 @@ from hetero_framework.extras.planner import fleet
 from hetero_framework.extras.planner.fleet import directions, turns
 
 
-def test_machines_are_measured_at_once_and_processes_of_one_in_turn() -> None:
+def test_machines_are_measured_at_once_and_processes_of_one_in_turn():
     workers = [("a", "10.0.0.2"), ("b", "10.0.0.2"), ("c", "127.0.0.1"), ("d", "10.0.0.3")]
     entries = [{"id": id, "ip": ip, "port": 9000 + k} for k, (id, ip) in enumerate(workers)]
     raw = {"coordinator": {"ip": "10.0.0.1"}, "workers": entries, "shard_plan": "auto"}
@@ -22,7 +22,7 @@ def test_machines_are_measured_at_once_and_processes_of_one_in_turn() -> None:
     assert list(turns(config)) == [["local", "a", "d"], ["c", "b"]]
 
 
-def test_a_link_has_the_speed_measured_with_both_directions_in_use() -> None:
+def test_a_link_has_the_speed_measured_with_both_directions_in_use():
     there, back = directions("local", 1, LinkSpeed(0.01, 1e8, 4e7, both_ways=2.0))
     assert there == {"from": "local", "to": 1, "bytes_per_s": 5e7, "latency_s": 0.005}
     assert back == {"from": 1, "to": "local", "bytes_per_s": 2e7, "latency_s": 0.005}
@@ -31,7 +31,7 @@ def test_a_link_has_the_speed_measured_with_both_directions_in_use() -> None:
 
 
 @pytest.mark.parametrize("model", [{"name_or_path": "models/[1]"}, {"from_config": {}}])
-def test_a_worker_that_is_started_to_be_measured_may_load_the_model(model: dict[str, Any]) -> None:
+def test_a_worker_that_is_started_to_be_measured_may_load_the_model(model):
     """The file that it is given names another, tiny one."""
     fields = {"model_type": "llama", "num_hidden_layers": 2}
     model = {"from_config": fields, "tokenizer": "none"} if "from_config" in model else model
@@ -51,6 +51,6 @@ def test_a_worker_that_is_started_to_be_measured_may_load_the_model(model: dict[
         (PeerLostError("worker 1 is gone"), "worker 1 is gone"),
     ],
 )
-def test_the_loss_of_a_worker_is_named(lost: Any, message: str) -> None:
+def test_the_loss_of_a_worker_is_named(lost, message):
     cluster: Any = SimpleNamespace(why=lambda lost: "ended with exit code 1")
     assert fleet._loss(cluster, lost) == message

@@ -54,7 +54,7 @@ class Clocked(Device):
         self.now = max(self.now, *self.done.values(), 0.0)
 
 
-def test_rates_each_way_and_both_and_the_slowdown_of_computing(monkeypatch) -> None:
+def test_rates_each_way_and_both_and_the_slowdown_of_computing(monkeypatch):
     device = Clocked()
     monkeypatch.setattr(host_link.time, "perf_counter", lambda: device.now)
     found = measured_link(device, device.compute)
@@ -66,11 +66,11 @@ def test_rates_each_way_and_both_and_the_slowdown_of_computing(monkeypatch) -> N
     assert vars(found).keys() <= DeviceProfile.model_fields.keys()
 
 
-def test_a_device_without_memory_of_its_own_has_no_link() -> None:
+def test_a_device_without_memory_of_its_own_has_no_link():
     assert measured_link(Device(), lambda: None) is None
 
 
-def test_memory_that_is_not_pinned_is_measured_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_pinned_is_measured_as_it_is(monkeypatch):
     device = Clocked()
     monkeypatch.setattr(host_link.time, "perf_counter", lambda: device.now)
     monkeypatch.setattr(device, "rates", {"in": 1e9, "out": 1e9})
@@ -79,7 +79,7 @@ def test_memory_that_is_not_pinned_is_measured_as_it_is(monkeypatch: pytest.Monk
     assert found.host_to_device_bytes_per_s == pytest.approx(1e9)
 
 
-def test_a_slow_link_is_measured_once_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_link_is_measured_once_or_not_at_all(monkeypatch):
     for rate, is_measured in ((1e6, True), (1e5, False)):
         device = Clocked()
         for clock in ("perf_counter", "monotonic"):
@@ -90,7 +90,7 @@ def test_a_slow_link_is_measured_once_or_not_at_all(monkeypatch: pytest.MonkeyPa
         assert device.now < 16.0
 
 
-def test_where_memory_is_short_less_of_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_memory_is_short_less_of_it_is_used(monkeypatch):
     device, asked = Clocked(), []
 
     def pinned(nbytes: int) -> torch.Tensor:

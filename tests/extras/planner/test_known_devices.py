@@ -33,13 +33,13 @@ TABLE = json.loads(FILE.read_text(encoding="utf-8"))
         ("Apple GPU (Apple M1 Max) 64GB", "Apple M1 Max"),
     ],
 )
-def test_devices_are_found_by_names_of_people_and_drivers(text: str, name: str) -> None:
+def test_devices_are_found_by_names_of_people_and_drivers(text, name):
     (row,) = [row for row in TABLE["devices"] if row[0] == name]
     found = known_device(text)
     assert (found.half_flops, found.bandwidth) == (row[3] * 1e12, row[5] * 1e9)
 
 
-def test_every_device_of_the_table_is_found_with_its_source() -> None:
+def test_every_device_of_the_table_is_found_with_its_source():
     for name, _, gib, _, single, _, source in TABLE["devices"]:
         found = known_device(name, memory_bytes=None if gib else 8 * GIB)
         assert found.float_flops == single * 1e12, name
@@ -56,12 +56,12 @@ def test_every_device_of_the_table_is_found_with_its_source() -> None:
         ("RTX 2080 Ti 22GiB", 22),
     ],
 )
-def test_memory_is_the_makers_figure_unless_given(text: str, gib: int) -> None:
+def test_memory_is_the_makers_figure_unless_given(text, gib):
     assert known_device(text).memory_bytes == gib * GIB
     assert known_device(text, memory_bytes=3 * GIB).memory_bytes == 3 * GIB
 
 
-def test_figures_and_cores_stand_for_a_device() -> None:
+def test_figures_and_cores_stand_for_a_device():
     own = known_device("24GB, 71 TFLOPS, 936 GB/s")
     assert (own.memory_bytes, own.half_flops, own.bandwidth) == (24 * GIB, 71e12, 936e9)
     assert describe(own, half=True) == "24.0 GiB, 71 TFLOPS (16-bit), 936 GB/s"
@@ -70,7 +70,7 @@ def test_figures_and_cores_stand_for_a_device() -> None:
 
 
 @pytest.mark.parametrize("text", ["cpu", "Intel(R) Xeon(R) Gold 6230R", "AMD EPYC 7B13"])
-def test_a_processor_that_is_only_named_counts_as_a_usual_one(text: str) -> None:
+def test_a_processor_that_is_only_named_counts_as_a_usual_one(text):
     found, usual = known_device(text), known_device("8-core CPU 16GB")
     assert (found.kind, found.memory_bytes) == ("cpu", 16 * GIB)
     assert (found.half_flops, found.bandwidth) == (usual.half_flops, usual.bandwidth)
@@ -91,13 +91,13 @@ def test_a_processor_that_is_only_named_counts_as_a_usual_one(text: str) -> None
         ("8-core CPU", "how much memory", "32GB"),
     ],
 )
-def test_an_unknown_device_is_refused_with_advice(text: str, said: str, hint: str) -> None:
+def test_an_unknown_device_is_refused_with_advice(text, said, hint):
     with pytest.raises(UserError, match=said) as raised:
         known_device(text)
     assert hint in str(raised.value.hint)
 
 
-def test_time_is_bounded_by_arithmetic_or_by_memory() -> None:
+def test_time_is_bounded_by_arithmetic_or_by_memory():
     device = known_device("RTX 3090")
     reached = device.efficiency
     computing = device.seconds(1e12, 1.0, 0.0, half=True) - reached.start_s
@@ -110,7 +110,7 @@ def test_time_is_bounded_by_arithmetic_or_by_memory() -> None:
     assert packed == pytest.approx(13e9 / (936e9 * reached.bandwidth))
 
 
-def test_the_memory_of_a_cards_machine_may_be_said() -> None:
+def test_the_memory_of_a_cards_machine_may_be_said():
     said = known_device("RTX 4090 +64GB")
     assert (said.memory_bytes, said.host_bytes) == (24 * GIB, 64 * GIB)
     assert said.usable_host_bytes == pytest.approx(51.2 * GIB)  # a fifth stays for the system
@@ -132,7 +132,7 @@ def test_the_memory_of_a_cards_machine_may_be_said() -> None:
 @pytest.mark.parametrize(
     "text", ["+64", "64 GB+", "+-3GB", "+64GB +32GB", "+64TB", "+1,5GB", "+GB", "+", "++8GB"]
 )
-def test_memory_of_a_cards_machine_that_cannot_be_read_is_refused(text: str) -> None:
+def test_memory_of_a_cards_machine_that_cannot_be_read_is_refused(text):
     with pytest.raises(UserError, match="a plus that is not followed by the memory") as caught:
         known_device(f"RTX 4090 {text}")
     assert '+64GB"' in str(caught.value.hint)
@@ -147,5 +147,5 @@ def test_memory_of_a_cards_machine_that_cannot_be_read_is_refused(text: str) -> 
         *(("RTX 6000 Ada", 25), ("MI100", 25), ("MI300X", 50), ("A100 80GB", 25)),
     ],
 )
-def test_the_way_from_the_machines_memory_is_of_the_cards_generation(name: str, rate: int) -> None:
+def test_the_way_from_the_machines_memory_is_of_the_cards_generation(name, rate):
     assert known_device(name).host_link == rate * 1e9

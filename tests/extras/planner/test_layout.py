@@ -11,7 +11,7 @@ from tests.extras.planner.fleets import GB, card, device, fleet_of, rules_of, wi
 ENDS = {"embedding_forward_s": 0.1, "head_forward_s": 0.2, "head_backward_s": 0.4}
 
 
-def test_stages_take_their_layers_with_embedding_and_head() -> None:
+def test_stages_take_their_layers_with_embedding_and_head():
     layers = {"layer_forward_s": [1, 2, 3, 4], "layer_backward_s": 10, "layer_recompute_s": 5}
     fleet = Fleet(fleet_of(device(1), device("local", **layers, **ENDS), layers=4))
     assert fleet.ids == ["local", 1]
@@ -24,7 +24,7 @@ def test_stages_take_their_layers_with_embedding_and_head() -> None:
     assert pipeline.devices == (0, 1)
 
 
-def test_boundaries_are_relayed_unless_both_ways_are_there() -> None:
+def test_boundaries_are_relayed_unless_both_ways_are_there():
     profile = fleet_of(device("local"), device(1), device(2), device(3), speed=1e6)
     profile = with_link(profile, ("local", 2), bytes_per_s=1e5, latency_s=0.5)
     links = tuple(link for link in profile.links if (link.sender, link.receiver) != (2, 1))
@@ -40,7 +40,7 @@ def test_boundaries_are_relayed_unless_both_ways_are_there() -> None:
     assert fleet.edge(1, 1, 4, False) == Edge()
 
 
-def test_no_gradient_is_sent_below_the_lowest_trained_layer() -> None:
+def test_no_gradient_is_sent_below_the_lowest_trained_layer():
     lora = {"layer_backward_s": [0, 0, 0.001, 0.001]}
     fleet = Fleet(fleet_of(device("local", **lora), device(1, **lora), layers=4))
     layout = (Part(0, 0, 1), Part(1, 1, 2), Part(0, 2, 3), Part(1, 3, 4))
@@ -48,7 +48,7 @@ def test_no_gradient_is_sent_below_the_lowest_trained_layer() -> None:
     assert [fleet.activation_bytes(part) > 0 for part in layout] == [False, False, True, True]
 
 
-def test_the_embedding_gets_a_gradient_unless_known_to_be_frozen() -> None:
+def test_the_embedding_gets_a_gradient_unless_known_to_be_frozen():
     profile = fleet_of(device("local"), device(1), layers=4)
     assert Fleet(profile).goes_back(0)
     frozen = Fleet(profile.model_copy(update={"embedding_is_trained": False}))
@@ -56,7 +56,7 @@ def test_the_embedding_gets_a_gradient_unless_known_to_be_frozen() -> None:
     assert frozen.goes_back(1)
 
 
-def test_memory_limits_follow_from_the_free_memory() -> None:
+def test_memory_limits_follow_from_the_free_memory():
     """4 layers of 1 GB, 0.1 GB of each micro-batch; recomputed 0.01 GB, and one layer's whole."""
     settings = {"embedding_bytes": 2 * GB, "head_bytes": 3 * GB, "reserved_bytes": GB}
     small = device("local", memory_bytes=8.3 * GB, **settings)
@@ -72,21 +72,21 @@ def test_memory_limits_follow_from_the_free_memory() -> None:
     assert margin.memory_limits((Part(0, 0, 4), Part(1, 4, 7))) == (2, 1)
 
 
-def test_stages_of_one_device_share_its_memory() -> None:
+def test_stages_of_one_device_share_its_memory():
     fleet = Fleet(fleet_of(device("local", memory_bytes=8 * GB), device(1), layers=8))
     layout = (Part(0, 0, 3), Part(1, 3, 5), Part(0, 5, 8))
     # 6 GB of weights; the last stage holds one micro-batch, the first one the rest.
     assert fleet.memory_limits(layout) == (5, 8, 1)
 
 
-def test_devices_that_differ_in_nothing_are_one_kind() -> None:
+def test_devices_that_differ_in_nothing_are_one_kind():
     profile = fleet_of(device("local"), device(1), device(2), device(3, memory_bytes=1))
     assert rules_of(profile).kinds == {0: 0, 1: 1, 2: 1, 3: 3}
     other = with_link(profile, (2, "local"), latency_s=1.0)
     assert rules_of(other).kinds == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
-def test_a_boundary_is_direct_where_that_is_no_slower() -> None:
+def test_a_boundary_is_direct_where_that_is_no_slower():
     profile = fleet_of(device("local"), device(1), device(2))
     rules = rules_of(profile)
     assert [direct for _, direct in rules.ways(1, 2, 4)] == [True]
@@ -95,7 +95,7 @@ def test_a_boundary_is_direct_where_that_is_no_slower() -> None:
     assert [direct for _, direct in slow.ways(1, 2, 4)] == [False, True]
 
 
-def test_pinned_layers_are_one_stage() -> None:
+def test_pinned_layers_are_one_stage():
     base = rules_of(fleet_of(device("local"), device(1)))
     rules = Rules(base.fleet, base.devices, {1: (2, 8)}, True, False)
     assert rules.permits((Part(0, 0, 2), Part(1, 2, 8)))
@@ -107,17 +107,17 @@ FLEET = Fleet(fleet_of(device("local"), device(1, memory_bytes=3.5e9), micro_bat
 FITS = (Part(0, 0, 6), Part(1, 6, 8, direct=False))
 
 
-def test_a_layout_that_does_not_fit_is_evaluated_as_none() -> None:
+def test_a_layout_that_does_not_fit_is_evaluated_as_none():
     assert evaluated(FLEET, (Part(0, 0, 4), Part(1, 4, 8))) is None
 
 
-def test_the_window_that_is_given_is_taken() -> None:
+def test_the_window_that_is_given_is_taken():
     found = evaluated(FLEET, FITS, max_in_flight=3)
     assert found.schedule.max_in_flight == 3
     assert found.seconds >= found.schedule.bound_s
 
 
-def test_interleaved_plans_must_gain_enough() -> None:
+def test_interleaved_plans_must_gain_enough():
     one, several = (
         evaluated(FLEET, layout) for layout in (FITS, (Part(0, 0, 3), Part(1, 3, 5), Part(0, 5, 8)))
     )
@@ -125,14 +125,14 @@ def test_interleaved_plans_must_gain_enough() -> None:
     assert several.preference > 1.009 * several.seconds
 
 
-def test_interleaved_plans_with_a_relay_must_gain_more() -> None:
+def test_interleaved_plans_with_a_relay_must_gain_more():
     fleet = Fleet(fleet_of(device("local"), device(1), device(2), micro_batches=16))
     ends = Part(0, 0, 3), Part(1, 3, 5), Part(2, 5, 6, direct=False), Part(0, 6, 8)
     found = evaluated(fleet, ends)
     assert found.preference > 1.029 * found.seconds
 
 
-def test_a_pass_takes_as_long_as_computing_or_fetching() -> None:
+def test_a_pass_takes_as_long_as_computing_or_fetching():
     fleet = Fleet(fleet_of(card("local", copy_slowdown=1.1), layers=12))
     # 3 ms of it six layers are on their way.
     assert fleet.seconds(Part(0, 0, 12, offload=8)) == pytest.approx((0.0123, 0.0243))
@@ -147,14 +147,14 @@ def test_a_pass_takes_as_long_as_computing_or_fetching() -> None:
     assert slow.seconds(Part(0, 0, 12)) == pytest.approx((0.012, 0.024))
 
 
-def test_what_nothing_is_trained_in_or_below_is_fetched_whole_forward() -> None:
+def test_what_nothing_is_trained_in_or_below_is_fetched_whole_forward():
     frozen = {"layer_backward_s": [0] * 12 + [0.001], "host_to_device_bytes_per_s": 400 * GB}
     fleet = Fleet(fleet_of(card("local", **frozen), layers=13))
     assert fleet.seconds(Part(0, 0, 12, offload=8)) == pytest.approx((0.020, 0.0))
     assert [fleet.fetch_s(Part(0, 0, 12, offload=few)) for few in (1, 2, 3)] == [0.0] * 3
 
 
-def test_streamed_layers_have_two_slots() -> None:
+def test_streamed_layers_have_two_slots():
     fleet = Fleet(fleet_of(card("local", memory_bytes=9 * GB), layers=12))
     assert fleet.memory_limits((Part(0, 0, 12),)) is None
     assert fleet.memory_limits((Part(0, 0, 12, offload=4),)) is None
@@ -163,7 +163,7 @@ def test_streamed_layers_have_two_slots() -> None:
     assert fleet.memory_bytes((Part(0, 0, 12, offload=9),), 0, (1,)) == pytest.approx(7.2 * GB)
 
 
-def test_as_few_layers_are_streamed_as_make_room() -> None:
+def test_as_few_layers_are_streamed_as_make_room():
     cards = card("local", memory_bytes=6.15 * GB), card(1, memory_bytes=6.15 * GB)
     fleet = Fleet(fleet_of(*cards, layers=14))
     counts = [
@@ -178,7 +178,7 @@ def test_as_few_layers_are_streamed_as_make_room() -> None:
     assert fleet.memory_limits(fleet.streamed(too_much)[0]) == (1, 1)
 
 
-def test_stages_of_a_device_share_what_is_saved() -> None:
+def test_stages_of_a_device_share_what_is_saved():
     fleet = Fleet(fleet_of(card("local", memory_bytes=13 * GB), card(1), layers=24))
     layout = (Part(0, 0, 12), Part(1, 12, 16), Part(0, 16, 24))
     (found, *_) = fleet.streamed(layout)
@@ -186,7 +186,7 @@ def test_stages_of_a_device_share_what_is_saved() -> None:
     assert fleet.memory_limits(found) is not None
 
 
-def test_a_machine_holds_the_layers_of_all_its_cards() -> None:
+def test_a_machine_holds_the_layers_of_all_its_cards():
     layout = (Part(0, 0, 8, offload=8), Part(1, 8, 16, offload=8))
     for machine, fits in (("pc-1", True), ("pc-local", False)):
         own = {"host_bytes": 10 * GB, "machine": machine}
@@ -195,7 +195,7 @@ def test_a_machine_holds_the_layers_of_all_its_cards() -> None:
         assert fleet.short_host(layout) == (None if fits else (1, 6 * GB))
 
 
-def test_layers_of_which_weights_are_trained_stay() -> None:
+def test_layers_of_which_weights_are_trained_stay():
     frozen = [GB] * 8 + [0] * 4
     fleet = Fleet(fleet_of(card("local", layer_frozen_bytes=frozen), layers=12))
     assert fleet.memory_limits((Part(0, 0, 8, offload=8),)) is not None
@@ -203,7 +203,7 @@ def test_layers_of_which_weights_are_trained_stay() -> None:
     assert fleet.costs[0].fewest_streamed(0, 12, 8 * GB) is None
 
 
-def test_slots_are_as_large_as_the_largest_layer_in_them() -> None:
+def test_slots_are_as_large_as_the_largest_layer_in_them():
     fleet = Fleet(fleet_of(card("local", layer_frozen_bytes=[GB, 0.5 * GB] * 6), layers=12))
     assert fleet.costs[0].streamed_bytes(0, 12, 12) == (9 * GB, 7.5 * GB)
     assert fleet.costs[0].fewest_streamed(0, 12, 6 * GB) == 12
@@ -216,7 +216,7 @@ def storing(name: int | str, **changes: Any) -> dict[str, Any]:
     return card(name, **rates, layer_input_bytes=0.01 * GB, **changes)
 
 
-def test_stored_inputs_leave_but_for_those_at_the_ends() -> None:
+def test_stored_inputs_leave_but_for_those_at_the_ends():
     fleet = Fleet(fleet_of(storing("local"), storing(1), layers=24))
     for recompute, here, away in ((False, 1.2 * GB, 0.0), (True, 0.0, 0.12 * GB)):
         first, last = Part(0, 0, 12, recompute), Part(1, 12, 24, recompute)
@@ -228,14 +228,14 @@ def test_stored_inputs_leave_but_for_those_at_the_ends() -> None:
     assert fleet.kept_bytes((first, last), 0) == pytest.approx(12.13 * GB)
 
 
-def test_a_pass_takes_as_long_as_the_copies_of_stored_inputs() -> None:
+def test_a_pass_takes_as_long_as_the_copies_of_stored_inputs():
     fleet = Fleet(fleet_of(storing("local"), layers=12))
     assert fleet.seconds(Part(0, 0, 12)) == pytest.approx((0.012, 0.024))
     # 11 inputs leave in 22 ms; they return in 11, while 36 are computed.
     assert fleet.seconds(Part(0, 0, 12, True)) == pytest.approx((0.022, 0.036))
 
 
-def test_host_memory_limits_the_micro_batches_of_which_it_has_inputs() -> None:
+def test_host_memory_limits_the_micro_batches_of_which_it_has_inputs():
     layout = Part(0, 0, 12, True), Part(1, 12, 24, True)
     for host_gb, limits in ((100, (8, 1)), (0.4, (3, 1)), (0.1, None)):
         cards = storing("local", host_bytes=host_gb * GB), storing(1)
@@ -243,12 +243,12 @@ def test_host_memory_limits_the_micro_batches_of_which_it_has_inputs() -> None:
         assert fleet.memory_limits(layout) == limits
 
 
-def test_cards_that_share_a_machine_are_another_kind() -> None:
+def test_cards_that_share_a_machine_are_another_kind():
     cards = card("local"), card(1), card(2), card(3, machine="two"), card(4, machine="two")
     kinds = rules_of(fleet_of(*cards)).kinds
     assert kinds == {0: 0, 1: 1, 2: 1, 3: 3, 4: 3}
 
 
-def test_sets_of_layouts_are_in_the_order_that_they_have_without_streaming() -> None:
+def test_sets_of_layouts_are_in_the_order_that_they_have_without_streaming():
     assert hash(Part(1, 2, 9, True, False, 4)) == hash((1, 2, 9, True, False))
     assert Part(1, 2, 9, True, False, 4) != Part(1, 2, 9, True, False)

@@ -35,7 +35,7 @@ def searched(rules: Rules) -> Evaluated:
 
 
 @pytest.mark.parametrize("chunks", [False, True])
-def test_the_found_layout_is_permitted_fits_and_keeps_to_its_bound(chunks: bool) -> None:
+def test_the_found_layout_is_permitted_fits_and_keeps_to_its_bound(chunks):
     rules = rules_of(UNLIKE, chunks=chunks)
     found = searched(rules)
     layout = found.layout
@@ -46,7 +46,7 @@ def test_the_found_layout_is_permitted_fits_and_keeps_to_its_bound(chunks: bool)
     assert found.seconds >= found.schedule.bound_s > 0
 
 
-def test_interleaving_that_gains_too_little_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interleaving_that_gains_too_little_is_not_taken(monkeypatch):
     rules = rules_of(FEW_LAYERS, chunks=True)
     least_s = searched(rules).seconds
     monkeypatch.setattr(evaluated_layouts, "_WORTH_CHUNKS", 10.0)
@@ -56,32 +56,32 @@ def test_interleaving_that_gains_too_little_is_not_taken(monkeypatch: pytest.Mon
 
 
 @pytest.mark.long
-def test_the_same_rules_give_the_same_plan() -> None:
+def test_the_same_rules_give_the_same_plan():
     one, other = (searched(rules_of(UNLIKE, chunks=True)) for _ in range(2))
     assert one.layout == other.layout
     assert one.seconds == other.seconds
     assert one.schedule.max_in_flight == other.schedule.max_in_flight
 
 
-def test_a_search_without_a_fitting_layout_returns_none() -> None:
+def test_a_search_without_a_fitting_layout_returns_none():
     small = fleet_of(*(device(k or "local", memory_bytes=3 * GB) for k in range(2)))
     assert Search(rules_of(small, chunks=True)).run() is None
 
 
-def test_of_too_many_devices_the_quickest_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_devices_the_quickest_take_part(monkeypatch):
     monkeypatch.setattr(layout_search, "_MOST_DEVICES", 2)
     slow = [device(k, layer_forward_s=0.1) for k in (1, 3)]
     found = searched(rules_of(fleet_of(device("local", layer_forward_s=0.2), *slow, device(2))))
     assert {found.fleet.ids[part.device] for part in found.layout} <= {"local", 2}
 
 
-def test_pins_are_kept() -> None:
+def test_pins_are_kept():
     free = rules_of(UNLIKE, chunks=True)
     rules = Rules(free.fleet, free.devices, {2: (2, 4)}, checkpointing=True, chunks=True)
     assert [p[:3] for p in searched(rules).layout if p.device == 2] == [(2, 2, 4)]
 
 
-def test_a_score_grows_with_the_machines_near_the_bound() -> None:
+def test_a_score_grows_with_the_machines_near_the_bound():
     """A machine alone at its bound is the score; two near it count more."""
     search = Search(rules_of(fleet_of(device("local"), device(1), speed=1e15)))
     search._stages_left = 100
@@ -93,7 +93,7 @@ def test_a_score_grows_with_the_machines_near_the_bound() -> None:
     assert search._score(HALVES) == even  # known
 
 
-def test_a_climb_ends_where_no_neighbour_is_better() -> None:
+def test_a_climb_ends_where_no_neighbour_is_better():
     search = Search(rules_of(UNLIKE))
     search._stages_left = 100_000
     bad = (Part(0, 0, 6), Part(2, 6, 7, direct=True), Part(1, 7, 8, direct=True))
@@ -102,7 +102,7 @@ def test_a_climb_ends_where_no_neighbour_is_better() -> None:
     assert all(search._score(one) >= search._score(found) for one in search._evening(found))
 
 
-def test_layouts_that_cannot_be_the_fastest_are_not_simulated() -> None:
+def test_layouts_that_cannot_be_the_fastest_are_not_simulated():
     search = Search(rules_of(UNLIKE))
     search._stages_left = 100_000
     best = searched(rules_of(UNLIKE)).layout
@@ -120,7 +120,7 @@ def random_fleet_of(number: int) -> FleetProfile:
     return random_fleet(draw, devices, layers, micro_batches, speeds=speeds, direct=0.8)
 
 
-def test_a_split_that_needs_all_its_moves_is_found() -> None:
+def test_a_split_that_needs_all_its_moves_is_found():
     """No single layer moved after the split is better by its bound, so it has to be simulated."""
     profile = random_fleet_of(12)
     known = [("local", 0, 6), (2, 6, 18), ("local", 18, 24), (1, 24, 28)]
@@ -129,14 +129,14 @@ def test_a_split_that_needs_all_its_moves_is_found() -> None:
 
 
 @pytest.mark.parametrize("number", seldom((0, 2, 12, 4), 0, 2, 12))
-def test_chunks_never_make_a_plan_longer(number: int) -> None:
+def test_chunks_never_make_a_plan_longer(number):
     profile = random_fleet_of(number)
     without = plan(profile, allow=["checkpointing"])
     assert plan(profile).predicted_step_s <= without.predicted_step_s
 
 
 @pytest.mark.long
-def test_with_many_unlike_devices_the_first_ones_come_again() -> None:
+def test_with_many_unlike_devices_the_first_ones_come_again():
     times = enumerate((1, 2, 3, 4, 1.5, 2.5, 3.5, 3, 2, 4))
     devices = (
         device(k or "local", layer_forward_s=0.01 * s, layer_backward_s=0.02 * s) for k, s in times
@@ -147,7 +147,7 @@ def test_with_many_unlike_devices_the_first_ones_come_again() -> None:
     assert found.seconds < 0.93 * simple.seconds
 
 
-def test_only_the_coordinator_has_room_for_the_head() -> None:
+def test_only_the_coordinator_has_room_for_the_head():
     head, worker = {"head_bytes": 2 * GB}, {"memory_bytes": 1.2 * GB}
     fleet = fleet_of(
         device("local", memory_bytes=2.05 * GB, **head),
@@ -159,7 +159,7 @@ def test_only_the_coordinator_has_room_for_the_head() -> None:
     assert ends in ([("local", 0), (a, 1), (b, 2), ("local", 2)] for a, b in ((1, 2), (2, 1)))
 
 
-def test_a_quick_coordinator_without_memory_for_a_layer_has_the_head() -> None:
+def test_a_quick_coordinator_without_memory_for_a_layer_has_the_head():
     heads = [{"head_forward_s": 0.001 * k, "head_backward_s": 0.002 * k} for k in (1, 20)]
     fleet = fleet_of(
         device("local", memory_bytes=0.5 * GB, **heads[0]), device(1, **heads[1]), layers=1

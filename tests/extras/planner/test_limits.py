@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from hetero_framework.errors import PlanError
@@ -25,7 +23,7 @@ def found_of(profile: FleetProfile, layout: Layout) -> Evaluated:
     return found
 
 
-def test_use_of_a_device() -> None:
+def test_use_of_a_device():
     first = device("local", embedding_bytes=2 * GB, memory_bytes=20 * GB, reserved_bytes=GB)
     last = device(1, head_bytes=3 * GB, memory_bytes=30 * GB)
     found = found_of(fleet_of(first, last, speed=1e12), HALVES)
@@ -41,14 +39,14 @@ def test_use_of_a_device() -> None:
     assert one.memory_bytes + one.free_bytes == pytest.approx(30 * GB, abs=2)
 
 
-def test_several_stages_of_a_device_are_reported_together() -> None:
+def test_several_stages_of_a_device_are_reported_together():
     layout = (Part(0, 0, 3), Part(1, 3, 5), Part(0, 5, 8))
     local, one = limits.device_uses(found_of(fleet_of(device("local"), device(1)), layout))
     assert (local.layers, one.layers) == (6, 2)
     assert local.busy == pytest.approx(3 * one.busy)
 
 
-def test_a_device_with_little_work_is_limited_by_memory_or_link() -> None:
+def test_a_device_with_little_work_is_limited_by_memory_or_link():
     uneven = (Part(0, 0, 6), Part(1, 6, 8))
     found = []
     for worker, speed in (
@@ -64,14 +62,14 @@ def test_a_device_with_little_work_is_limited_by_memory_or_link() -> None:
     assert found == ["compute", "memory", "link", "memory"]
 
 
-def test_full_memory_does_not_hide_the_limit_of_compute() -> None:
+def test_full_memory_does_not_hide_the_limit_of_compute():
     full = {"memory_bytes": 4.5 * GB}
     profile = fleet_of(device("local", **full), device(1, **full), speed=2e7)
     uses = limits.device_uses(found_of(profile, HALVES))
     assert [use.limit for use in uses] == ["compute", "compute"]
 
 
-def test_links_of_others_limit_no_device() -> None:
+def test_links_of_others_limit_no_device():
     raw = raw_fleet([device("local"), device(1), device(2)])
     for link in raw["links"]:
         if "local" in (link["from"], link["to"]):
@@ -81,7 +79,7 @@ def test_links_of_others_limit_no_device() -> None:
     assert uses[2].limit == "compute"
 
 
-def test_alone_names_the_fastest_device_that_holds_the_model() -> None:
+def test_alone_names_the_fastest_device_that_holds_the_model():
     quick = device(1, layer_forward_s=0.0001, memory_bytes=7 * GB)
     slow, other = device("local", layer_forward_s=0.004), device(2, head_forward_s=0.01)
     rules = rules_of(fleet_of(slow, quick, other))
@@ -92,7 +90,7 @@ def test_alone_names_the_fastest_device_that_holds_the_model() -> None:
     assert planning.alone(rules.fleet, [1]) is None
 
 
-def test_recomputation_makes_a_device_alone_slower() -> None:
+def test_recomputation_makes_a_device_alone_slower():
     """8 GB of layers, 0.8 GB of a micro-batch, and 0.08 GB and a layer's 0.1 GB if it does."""
     fleet = Fleet(fleet_of(device("local", memory_bytes=8.2 * GB)))
     found = planning.alone(fleet, [0])
@@ -107,9 +105,7 @@ def test_recomputation_makes_a_device_alone_slower() -> None:
         ({"layer_forward_s": 0.5}, 1e9, "compute", "502 ms a layer, all stages take"),
     ],
 )
-def test_why_a_device_is_left_out(
-    changes: dict[str, Any], speed: float, limit: str, figure: str
-) -> None:
+def test_why_a_device_is_left_out(changes, speed, limit, figure):
     raw = raw_fleet([device("local"), device(1), device(2, **changes)])
     for link in raw["links"]:
         if 2 in (link["from"], link["to"]):
@@ -124,7 +120,7 @@ def test_why_a_device_is_left_out(
     assert [one.id for one in limits.limits_of(found, excluded, uses)] == ["local", 1]
 
 
-def test_each_limit_has_its_figure() -> None:
+def test_each_limit_has_its_figure():
     uneven = (Part(0, 0, 6), Part(1, 6, 8))
     said = []
     for worker, speed in (({}, 1e12), ({"memory_bytes": 2.5 * GB}, 1e12), ({}, 1e7)):
@@ -139,14 +135,14 @@ def test_each_limit_has_its_figure() -> None:
     assert sends.startswith("sends or receives for 10.0 ms of the ")
 
 
-def test_only_the_first_of_many_devices_are_named() -> None:
+def test_only_the_first_of_many_devices_are_named():
     profile = fleet_of(*(device(k or "local") for k in range(8)))
     found = found_of(profile, HALVES)
     every = limits.limits_of(found, rules_of(profile), limits.device_uses(found))
     assert [one.id for one in every] == ["local", 1, 2, 3, 4, 5]
 
 
-def test_allowed_settings_change_the_profile() -> None:
+def test_allowed_settings_change_the_profile():
     assert not list(planning.variants(PROFILE, planning.ALLOWED))
     (codec, wire), (halved, steps) = planning.variants(PROFILE, planning.CHOICES)
     assert wire == {"wire": {"activations": "int8", "gradients": "int8"}}
@@ -173,16 +169,14 @@ def test_allowed_settings_change_the_profile() -> None:
         ({"rows": 2}, ["wire", "micro_batches"]),
     ],
 )
-def test_settings_that_cannot_be_changed_are_left(
-    changes: dict[str, Any], kinds: list[str]
-) -> None:
+def test_settings_that_cannot_be_changed_are_left(changes, kinds):
     profile = PROFILE.model_copy(update=changes)
     assert [[*needed] for _, needed in planning.variants(profile, planning.CHOICES)] == [
         [kind] for kind in kinds
     ]
 
 
-def test_the_plan_error_names_the_room_of_each_process() -> None:
+def test_the_plan_error_names_the_room_of_each_process():
     small = {"memory_bytes": 5 * GB}
     heads = {"embedding_bytes": GB, "head_bytes": 6 * GB}
     profile = fleet_of(device("local", **small, **heads), device(1, **small, **heads))
@@ -198,14 +192,14 @@ def test_the_plan_error_names_the_room_of_each_process() -> None:
 
 
 @pytest.mark.parametrize("pins", [{1: (4, 5)}, {1: (1, 2), 2: (6, 8)}])
-def test_pins_that_no_plan_keeps_are_named(pins: dict[int, tuple[int, int]]) -> None:
+def test_pins_that_no_plan_keeps_are_named(pins):
     fleet = fleet_of(device("local"), device(1), device(2))
     excluded = [2] if len(pins) == 1 else []
     with pytest.raises(PlanError, match="--pin: no plan keeps the pinned layers"):
         plan(fleet, allow={"checkpointing"}, pins=pins, excluded=excluded)
 
 
-def test_a_stage_that_waits_for_its_layers_is_limited_by_streaming() -> None:
+def test_a_stage_that_waits_for_its_layers_is_limited_by_streaming():
     profile = fleet_of(card("local", memory_bytes=9 * GB), card(1), layers=16)
     layout = (Part(0, 0, 12, offload=8), Part(1, 12, 16))
     local, other = limits.device_uses(found_of(profile, layout))

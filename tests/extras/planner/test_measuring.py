@@ -27,7 +27,7 @@ LORA = {"target_modules": "all-linear", "r": 4}
 
 
 @pytest.fixture(autouse=True)
-def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_runs(monkeypatch):
     monkeypatch.setattr(measuring, "_LEAST_RUNS", 1)
 
 
@@ -48,7 +48,7 @@ def plain() -> dict[str, Any]:
     return {"from_config": LLAMA, "tokenizer": "none"}
 
 
-def test_every_part_of_a_model_that_is_trained_has_its_times_and_bytes(tmp_path: Path) -> None:
+def test_every_part_of_a_model_that_is_trained_has_its_times_and_bytes(tmp_path):
     found = cost(tmp_path, plain())
     hidden = ROWS * TOKENS * HIDDEN * 4
     assert found.hidden_bytes == hidden
@@ -64,21 +64,21 @@ def test_every_part_of_a_model_that_is_trained_has_its_times_and_bytes(tmp_path:
 
 
 @pytest.mark.parametrize("objective", ["dpo", "orpo", "cpo"])
-def test_training_of_pairs_is_measured_without_a_reference(objective: str, tmp_path: Path) -> None:
+def test_training_of_pairs_is_measured_without_a_reference(objective, tmp_path):
     training = {"objective": objective, "per_device_train_batch_size": ROWS}
     found = cost(tmp_path, plain(), training=training)
     assert found.head.forward_s > 0
     assert found.hidden_bytes == 2 * ROWS * TOKENS * HIDDEN * 4
 
 
-def test_layers_that_receive_more_than_the_hidden_state_are_measured(tmp_path: Path) -> None:
+def test_layers_that_receive_more_than_the_hidden_state_are_measured(tmp_path):
     fields = {**tiny_config("gemma3n_text").to_dict(), "dtype": "float32"}
     sections = {"shard_plan": plan_of(("local", 6)), "adapter": LORA}
     found = cost(tmp_path, {"from_config": fields, "tokenizer": "none"}, **sections)
     assert all(layer.backward_s > 0 for layer in found.layers.values())
 
 
-def test_kept_bytes_are_those_that_autograd_keeps(tmp_path: Path) -> None:
+def test_kept_bytes_are_those_that_autograd_keeps(tmp_path):
     """Counted by hand for one product: its input and the weight, which does not count."""
     stage: Any = type("One", (), {})()
     weight_DD = torch.nn.Parameter(torch.ones(8, 8))
@@ -94,16 +94,14 @@ def test_kept_bytes_are_those_that_autograd_keeps(tmp_path: Path) -> None:
     assert part._kept_bytes((hidden_BSD,)) == 2 * hidden_BSD.numel() * 4
 
 
-def test_frozen_embedding_has_no_backward_pass(tmp_path: Path) -> None:
+def test_frozen_embedding_has_no_backward_pass(tmp_path):
     found = cost(tmp_path, plain(), adapter=LORA)
     assert found.embedding.backward_s == 0
     assert found.layers[0].backward_s > 0
 
 
 @pytest.mark.long
-def test_quantised_layers_are_measured_as_such_without_the_models_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantised_layers_are_measured_as_such_without_the_models_weights(tmp_path, monkeypatch):
     folder = save_llama(tmp_path / "model", layers=LAYERS, hidden_size=64)
     for file in folder.glob("*.safetensors"):
         file.unlink()

@@ -20,7 +20,7 @@ Planned = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fleet(tmp_path, monkeypatch):
     """The working directory, which has fleet.json."""
     monkeypatch.chdir(tmp_path)
     small = device(1, memory_bytes=5 * GB)
@@ -29,7 +29,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def planned(capsys: pytest.CaptureFixture[str]) -> Planned:
+def planned(capsys):
     """What `hetero plan` says of fleet.json."""
 
     def found(*words: str) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def planned(capsys: pytest.CaptureFixture[str]) -> Planned:
     return found
 
 
-def test_plan_prints_json_that_evaluate_reads(planned: Planned) -> None:
+def test_plan_prints_json_that_evaluate_reads(planned):
     found = planned()
     Path("plan.json").write_text(json.dumps(found), encoding="utf-8")
     again = planned("--evaluate", "plan.json")
@@ -47,7 +47,7 @@ def test_plan_prints_json_that_evaluate_reads(planned: Planned) -> None:
         assert again[name] == found[name]
 
 
-def test_evaluate_reads_a_configuration(planned: Planned) -> None:
+def test_evaluate_reads_a_configuration(planned):
     training = {"gradient_checkpointing": True, "max_in_flight": 3}
     raw = {"shard_plan": plan_of(("local", 4), ("box", 8)), "training": training}
     Path("hetero_config.json").write_text(json.dumps(raw), encoding="utf-8")
@@ -56,7 +56,7 @@ def test_evaluate_reads_a_configuration(planned: Planned) -> None:
     assert all(entry["gradient_checkpointing"] for entry in found["shard_plan"])
 
 
-def test_plan_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_a_table(capsys):
     assert main(["plan", "--profile", "fleet.json"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("process")
@@ -65,7 +65,7 @@ def test_plan_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "micro-batches under way" in said
 
 
-def test_options_of_plan_are_read(planned: Planned) -> None:
+def test_options_of_plan_are_read(planned):
     found = planned(
         *("--pin", "1=6:8", "--exclude", "box", "--margin", "1=2.5GiB", "--margin", "local=1GB"),
         *("--allow", "codec,micro-batch"),
@@ -90,7 +90,7 @@ def test_options_of_plan_are_read(planned: Planned) -> None:
         (["--evaluate", "none.json", "--exclude", "1"], "--evaluate takes the plan as it is"),
     ],
 )
-def test_wrong_options_end_with_2(words: list[str], said: str, capsys) -> None:
+def test_wrong_options_end_with_2(words, said, capsys):
     assert main(["plan", "--profile", "fleet.json", *words]) == 2
     assert said in capsys.readouterr().err
 
@@ -103,7 +103,7 @@ def test_wrong_options_end_with_2(words: list[str], said: str, capsys) -> None:
         ({"shard_plan": [{"id": "local", "start": 0, "end": 4}]}, "the model has 8"),
     ],
 )
-def test_a_wrong_plan_file_ends_with_2(content: dict[str, Any], said: str, capsys) -> None:
+def test_a_wrong_plan_file_ends_with_2(content, said, capsys):
     Path("plan.json").write_text(json.dumps(content), encoding="utf-8")
     assert main(["plan", "--profile", "fleet.json", "--evaluate", "plan.json"]) == 2
     assert said in capsys.readouterr().err
@@ -133,14 +133,14 @@ def written(tmp_path: Path, **found: Any) -> dict[str, Any]:
     return raw
 
 
-def test_written_plan_leaves_the_rest_as_it_was(tmp_path: Path) -> None:
+def test_written_plan_leaves_the_rest_as_it_was(tmp_path):
     raw = written(tmp_path)
     assert raw["shard_plan"] == FOUND["shard_plan"]
     assert list(raw) == list(SETTINGS)
     assert {**raw, "shard_plan": SETTINGS["shard_plan"]} == SETTINGS
 
 
-def test_other_settings_that_a_plan_needs_are_written_too(tmp_path: Path) -> None:
+def test_other_settings_that_a_plan_needs_are_written_too(tmp_path):
     int8 = {"activations": "int8", "gradients": "int8"}
     raw = written(tmp_path, changes={"wire": int8, "micro_batches": 8})
     assert raw["wire"] == int8
@@ -149,13 +149,13 @@ def test_other_settings_that_a_plan_needs_are_written_too(tmp_path: Path) -> Non
         written(tmp_path, changes={"micro_batches": 16})
 
 
-def test_plan_that_the_configuration_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+def test_plan_that_the_configuration_does_not_fit_changes_nothing(tmp_path):
     with pytest.raises(ConfigError, match="is not a worker"):
         written(tmp_path, shard_plan=[*FOUND["shard_plan"], {"id": 7, "start": 8, "end": 9}])
     assert json.loads((tmp_path / "hetero_config.json").read_text()) == SETTINGS
 
 
-def test_a_written_plan_keeps_what_was_predicted_for_the_run(planned: Planned) -> None:
+def test_a_written_plan_keeps_what_was_predicted_for_the_run(planned):
     file = Path("hetero_config.json")
     settings = {**SETTINGS, "model": {"name_or_path": "model"}}
     file.write_text(json.dumps(settings), encoding="utf-8")
@@ -177,7 +177,7 @@ def test_a_written_plan_keeps_what_was_predicted_for_the_run(planned: Planned) -
         ("--profile f.json --anew", "--anew goes with --measure"),
     ],
 )
-def test_options_that_exclude_each_other_end_with_2(words: str, said: str, capsys) -> None:
+def test_options_that_exclude_each_other_end_with_2(words, said, capsys):
     assert main(["plan", *words.split()]) == 2
     assert said in capsys.readouterr().err
 
@@ -190,12 +190,12 @@ def test_options_that_exclude_each_other_end_with_2(words: str, said: str, capsy
         ([(0, 2), (5, 6), (8, 8)], "layers 0-1, layer 5, head"),
     ],
 )
-def test_layers_of_a_process_as_text(ranges: list[tuple[int, int]], text: str) -> None:
+def test_layers_of_a_process_as_text(ranges, text):
     assert held_text(ranges) == text
 
 
 @pytest.mark.skipif(os.name == "nt", reason="symbolic links are for administrators there")
-def test_plan_is_written_into_the_file_that_a_link_names(planned: Planned, tmp_path: Path) -> None:
+def test_plan_is_written_into_the_file_that_a_link_names(planned, tmp_path):
     real, link = tmp_path / "real.json", tmp_path / "link.json"
     real.write_text(json.dumps(SETTINGS), encoding="utf-8")
     link.symlink_to(real)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,7 +19,7 @@ from hetero_framework.errors import UserError
 from hetero_framework.extras.planner import fleet, load_profile, plan_report, remote_measurement
 from hetero_framework.extras.planner.plan_report import Wishes
 from hetero_framework.trainer.coordinator import train
-from tests.pools import Pool, read_metrics
+from tests.pools import read_metrics
 from tests.samples import DEVICE, free_ports, plan_of
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
@@ -29,15 +28,13 @@ MACHINE = {"ip": "127.0.0.1", "device": DEVICE}
 
 
 @pytest.fixture
-def raw(pool: Pool, tmp_path: Path, llama: Path, texts: Path) -> dict[str, Any]:
+def raw(pool, tmp_path, llama, texts):
     data = {"train": str(texts), "max_length": 64}
     return pool.config(tmp_path / "run", [1, 2], model={"name_or_path": str(llama)}, data=data)
 
 
 @pytest.mark.long
-def test_measured_plan_is_written_and_trains_to_the_same_bits(
-    raw, tmp_path, losses, capsys
-) -> None:
+def test_measured_plan_is_written_and_trains_to_the_same_bits(raw, tmp_path, losses, capsys):
     file, kept = tmp_path / "c.json", tmp_path / "fleet.json"
     file.write_text(json.dumps(raw))
     words = ["plan", "--measure", "--config", str(file), "--save-profile", str(kept)]
@@ -64,7 +61,7 @@ def test_measured_plan_is_written_and_trains_to_the_same_bits(
 
 
 @pytest.mark.long
-def test_bench_predicts_the_configured_plan_and_leaves_no_trace(raw, tmp_path, capsys) -> None:
+def test_bench_predicts_the_configured_plan_and_leaves_no_trace(raw, tmp_path, capsys):
     """Coordinator, 1 and 2 with a link of their own, and 2 again, relayed to from 1."""
     raw["shard_plan"] = plan_of(("local", 1), (1, 3), (2, 4), (1, 5), (2, 6))
     for number, links in ((2, "direct"), (4, "relay")):
@@ -93,7 +90,7 @@ def test_bench_predicts_the_configured_plan_and_leaves_no_trace(raw, tmp_path, c
 
 def test_run_that_plans_by_itself_trains_to_the_same_bits_and_keeps_its_plan(
     raw, tmp_path, losses, capsys
-) -> None:
+):
     file, kept = tmp_path / "c.json", tmp_path / "run" / "plan.json"
     file.write_text(json.dumps({**raw, "shard_plan": "auto"}))
     assert cli.main(["diagram", "--config", str(file), "--output", "-"]) == 2
@@ -112,8 +109,8 @@ def test_run_that_plans_by_itself_trains_to_the_same_bits_and_keeps_its_plan(
 
 @pytest.mark.long
 def test_worker_that_the_plan_leaves_out_ends_in_order_and_the_run_goes_on(
-    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    raw, tmp_path, monkeypatch
+):
     """Its machine runs `hetero train`, too, and need not know beforehand."""
     [port] = free_ports(1)
     raw["workers"] = [raw["workers"][0], {**raw["workers"][1], "port": port}]
@@ -141,7 +138,7 @@ def test_worker_that_the_plan_leaves_out_ends_in_order_and_the_run_goes_on(
 
 
 @pytest.mark.long
-def test_worker_that_goes_away_while_it_is_measured_is_named(raw, tmp_path, monkeypatch) -> None:
+def test_worker_that_goes_away_while_it_is_measured_is_named(raw, tmp_path, monkeypatch):
     """A worker that the coordinator has started: it is killed when it has been asked."""
     ports = [worker["port"] for worker in raw["workers"]]
     raw["workers"] = [{**MACHINE, "id": 1}, {**MACHINE, "id": 2, "port": ports[1]}]

@@ -19,7 +19,7 @@ def layers_of(result: Result) -> dict[int | str, int]:
     return {use.id: use.layers for use in result.devices}
 
 
-def test_equal_devices_take_equal_shares() -> None:
+def test_equal_devices_take_equal_shares():
     profile = fleet_of(*(device(k or "local") for k in range(4)), speed=1e12)
     found = plan(profile, allow=NO_CHUNKS)
     assert layers_of(found) == {"local": 2, 1: 2, 2: 2, 3: 2}
@@ -28,7 +28,7 @@ def test_equal_devices_take_equal_shares() -> None:
     assert found.alone.step_s == pytest.approx(8 * 8 * 0.003)
 
 
-def test_interleaving_fills_the_pipeline_sooner_where_links_are_fast() -> None:
+def test_interleaving_fills_the_pipeline_sooner_where_links_are_fast():
     profile = fleet_of(*(device(k or "local") for k in range(2)), speed=1e12, micro_batches=4)
     simple, chunks = plan(profile, allow=NO_CHUNKS), plan(profile)
     assert len(simple.shard_plan) == 2
@@ -39,14 +39,14 @@ def test_interleaving_fills_the_pipeline_sooner_where_links_are_fast() -> None:
 
 
 @pytest.mark.parametrize(("micro_batches", "stages"), [(16, 3), (80, 2)])
-def test_interleaving_has_to_win_a_percent(micro_batches: int, stages: int) -> None:
+def test_interleaving_has_to_win_a_percent(micro_batches, stages):
     """Here it saves half of a micro-batch's time, of 17 or of 81."""
     devices = [device(k or "local", layer_bytes=0, activation_bytes_per_layer=0) for k in range(2)]
     profile = fleet_of(*devices, layers=4, speed=1e12, micro_batches=micro_batches)
     assert len(plan(profile).shard_plan) == stages
 
 
-def test_a_fast_device_gets_more_layers_and_a_slow_far_one_none() -> None:
+def test_a_fast_device_gets_more_layers_and_a_slow_far_one_none():
     slow = device(2, layer_forward_s=0.02, layer_backward_s=0.04, head_forward_s=0.02)
     quick = device(1, layer_forward_s=0.0005, layer_backward_s=0.001)
     profile = fleet_of(device("local"), quick, slow, speed=1e8)
@@ -57,7 +57,7 @@ def test_a_fast_device_gets_more_layers_and_a_slow_far_one_none() -> None:
     assert layers_of(found)[1] > layers_of(found)["local"]
 
 
-def test_memory_makes_stages_recompute_before_it_makes_them_smaller() -> None:
+def test_memory_makes_stages_recompute_before_it_makes_them_smaller():
     small = {"memory_bytes": 4.4 * GB}
     profile = fleet_of(device("local", **small), device(1, **small), speed=1e12)
     found = plan(profile, allow=NO_CHUNKS)
@@ -68,7 +68,7 @@ def test_memory_makes_stages_recompute_before_it_makes_them_smaller() -> None:
     assert without.predicted_step_s > found.predicted_step_s
 
 
-def test_a_quick_coordinator_with_both_ends_recomputes_little() -> None:
+def test_a_quick_coordinator_with_both_ends_recomputes_little():
     """Of its 15 layers those at the end store one forward each, so they are not computed again."""
     quick = device("local", memory_bytes=16.2 * GB)
     slow = device(1, layer_forward_s=0.012, layer_backward_s=0.024)
@@ -79,7 +79,7 @@ def test_a_quick_coordinator_with_both_ends_recomputes_little() -> None:
     assert found.predicted_step_s < 0.9 * simple.predicted_step_s
 
 
-def test_memory_for_one_micro_batch_in_flight_is_enough() -> None:
+def test_memory_for_one_micro_batch_in_flight_is_enough():
     tight = {"memory_bytes": 2.2 * GB}
     fleet = fleet_of(*(device(k or "local", **tight) for k in range(3)), layers=6)
     found = plan(fleet, allow=())
@@ -87,14 +87,14 @@ def test_memory_for_one_micro_batch_in_flight_is_enough() -> None:
     assert found.in_flight == (1, 1, 1)
 
 
-def test_boundaries_go_directly_where_that_is_faster() -> None:
+def test_boundaries_go_directly_where_that_is_faster():
     devices = [device(k or "local", layer_forward_s=0.0011 if k else 0.001) for k in range(3)]
     for direct, way in ((True, "direct"), (False, "relay")):
         found = plan(fleet_of(*devices, direct=direct, speed=1e8), allow=NO_CHUNKS)
         assert [entry.get("links") for entry in found.shard_plan] == [None, None, way]
 
 
-def test_pins_exclusions_and_margins_are_kept() -> None:
+def test_pins_exclusions_and_margins_are_kept():
     profile = fleet_of(device("local"), device(1), device(2), device(3))
     found = plan(profile, pins={2: (3, 5)}, excluded=[1])
     assert [(e["start"], e["end"]) for e in found.shard_plan if e["id"] == 2] == [(3, 5)]
@@ -121,14 +121,14 @@ def test_pins_exclusions_and_margins_are_kept() -> None:
         ({"allow": ["magic"]}, '--allow: "magic" is none of checkpointing, chunks, codec'),
     ],
 )
-def test_options_that_no_plan_meets_are_refused(options: dict[str, Any], said: str) -> None:
+def test_options_that_no_plan_meets_are_refused(options, said):
     with pytest.raises(UserError) as caught:
         plan(fleet_of(device("local"), device(1), device(2)), **options)
     assert said in str(caught.value)
     assert caught.value.exit_code == 2
 
 
-def test_settings_that_change_results_are_only_taken_when_allowed() -> None:
+def test_settings_that_change_results_are_only_taken_when_allowed():
     profile = fleet_of(device("local"), device(1), speed=3e7)
     usual, codec = plan(profile), plan(profile, allow={*ALLOWED, "codec"})
     assert usual.changes == {}
@@ -162,20 +162,20 @@ HALF = plan_of(("local", 4), (1, 8))
         ),
     ],
 )
-def test_evaluate_refuses_an_invalid_plan_with_the_reason(entries: Any, said: str) -> None:
+def test_evaluate_refuses_an_invalid_plan_with_the_reason(entries, said):
     profile = fleet_of(device("local", memory_bytes=5 * GB), device(1), device(2), direct=False)
     with pytest.raises(PlanError) as caught:
         evaluate(profile, entries)
     assert said in str(caught.value)
 
 
-def test_evaluate_of_a_worse_plan_is_worse() -> None:
+def test_evaluate_of_a_worse_plan_is_worse():
     profile = fleet_of(device("local"), device(1), speed=1e12)
     half, other = evaluate(profile, HALF), evaluate(profile, plan_of(("local", 7), (1, 8)))
     assert other.predicted_step_s > 1.5 * half.predicted_step_s
 
 
-def test_each_machine_is_compared_with_the_fleet_without_it() -> None:
+def test_each_machine_is_compared_with_the_fleet_without_it():
     profile = fleet_of(
         device("local", machine="a"),
         *(device(1, machine="b"), device(2, machine="b"), device(3, machine="c")),
@@ -198,7 +198,7 @@ def test_each_machine_is_compared_with_the_fleet_without_it() -> None:
 SMALL = {"memory_bytes": 6 * GB, "activation_bytes_recomputed": 0.001 * GB}
 
 
-def test_a_card_alone_streams_what_it_cannot_hold() -> None:
+def test_a_card_alone_streams_what_it_cannot_hold():
     profile = fleet_of(card("local", **SMALL), layers=24)
     found = plan(profile)
     assert found.shard_plan == ({"id": "local", "start": 0, "end": 24, "offload": 24},)
@@ -210,7 +210,7 @@ def test_a_card_alone_streams_what_it_cannot_hold() -> None:
         plan(fleet_of(card("local", **SMALL, host_bytes=19 * GB), layers=24))
 
 
-def test_a_slow_way_from_host_memory_bounds_the_step() -> None:
+def test_a_slow_way_from_host_memory_bounds_the_step():
     profile = fleet_of(card("local", **SMALL, host_to_device_bytes_per_s=100 * GB), layers=24)
     found = plan(profile)
     (use,) = found.devices
@@ -219,7 +219,7 @@ def test_a_slow_way_from_host_memory_bounds_the_step() -> None:
     assert use.streaming_s == pytest.approx(8 * (2 * 0.2 - 0.096 * (1 - 1 / 22 - 1 / 24)))
 
 
-def test_streamed_layers_of_a_given_plan_are_predicted_and_refused() -> None:
+def test_streamed_layers_of_a_given_plan_are_predicted_and_refused():
     profile = fleet_of(card("local", memory_bytes=12 * GB), device(1), layers=24)
     entries = plan_of(("local", 12), (1, 24))
 
@@ -244,7 +244,7 @@ def test_streamed_layers_of_a_given_plan_are_predicted_and_refused() -> None:
 
 @PLANS
 @given(profiles_of_fleets(tight=True))
-def test_without_host_memory_plans_are_as_they_were(profile: FleetProfile) -> None:
+def test_without_host_memory_plans_are_as_they_were(profile):
     none = {"machine": "pc", "layer_frozen_bytes": (GB / 2,), "host_to_device_bytes_per_s": 1e9}
     devices = tuple(one.model_copy(update=none) for one in profile.devices)
 
@@ -259,7 +259,7 @@ def test_without_host_memory_plans_are_as_they_were(profile: FleetProfile) -> No
 
 @PLANS
 @given(profiles_of_fleets(tight=True))
-def test_a_plan_fits_and_evaluate_agrees_with_it(profile: FleetProfile) -> None:
+def test_a_plan_fits_and_evaluate_agrees_with_it(profile):
     try:
         found = plan(profile)
     except PlanError:
@@ -275,7 +275,7 @@ def test_a_plan_fits_and_evaluate_agrees_with_it(profile: FleetProfile) -> None:
 
 @PLANS
 @given(profiles_of_fleets(most_devices=3, tight=True))
-def test_another_machine_never_makes_a_plan_much_worse(profile: FleetProfile) -> None:
+def test_another_machine_never_makes_a_plan_much_worse(profile):
     with_all = [one.id for one in profile.devices]
     assume(len(with_all) > 1)
     try:
@@ -286,7 +286,7 @@ def test_another_machine_never_makes_a_plan_much_worse(profile: FleetProfile) ->
     assert more.predicted_step_s <= 1.01 * fewer.predicted_step_s
 
 
-def test_optimizer_states_in_host_memory_count_there() -> None:
+def test_optimizer_states_in_host_memory_count_there():
     device = {"id": "local", "memory_bytes": 1e9, "layer_forward_s": 0.1, "layer_backward_s": 0.2}
     device |= {"layer_host_bytes": 100.0, "embedding_host_bytes": 30.0, "head_host_bytes": 20.0}
     raw = {"version": 1, "layers": 4, "micro_batches": 2, "devices": [device]}

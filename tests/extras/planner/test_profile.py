@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ def problems(raw: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_profile_is_read_from_a_file_and_written_back(tmp_path: Path) -> None:
+def test_profile_is_read_from_a_file_and_written_back(tmp_path):
     raw = raw_fleet([device("local", layer_forward_s=[0.001] * 8), device("b-1")])
     file = tmp_path / "fleet.json"
     file.write_text(json.dumps(raw), encoding="utf-8")
@@ -34,7 +33,7 @@ def test_profile_is_read_from_a_file_and_written_back(tmp_path: Path) -> None:
     assert FleetProfile.from_dict(profile.to_dict()) == profile
 
 
-def test_omitted_fields_of_a_profile_are_zero() -> None:
+def test_omitted_fields_of_a_profile_are_zero():
     least = {"id": "local", "memory_bytes": 1, "layer_forward_s": 1, "layer_backward_s": 2}
     raw = {"version": 1, "layers": 3, "micro_batches": 1, "devices": [least]}
     profile = FleetProfile.from_dict(raw)
@@ -69,7 +68,7 @@ def test_omitted_fields_of_a_profile_are_zero() -> None:
         ({"links": [LINK, LINK]}, "links[1]: says the same direction as links[0]"),
     ],
 )
-def test_a_wrong_profile_is_refused_with_the_path(change: dict[str, Any], said: str) -> None:
+def test_a_wrong_profile_is_refused_with_the_path(change, said):
     assert said in problems({**raw_fleet(TWO), **change})
 
 
@@ -93,12 +92,12 @@ def test_a_wrong_profile_is_refused_with_the_path(change: dict[str, Any], said: 
         ({"memori": 1}, "memori: unknown key"),
     ],
 )
-def test_a_wrong_device_is_refused_with_the_path(change: dict[str, Any], said: str) -> None:
+def test_a_wrong_device_is_refused_with_the_path(change, said):
     raw = {**raw_fleet(TWO), "devices": [device("local"), device(1, **change)]}
     assert f"devices[1].{said}" in problems(raw)
 
 
-def test_all_problems_are_reported_at_once() -> None:
+def test_all_problems_are_reported_at_once():
     raw = {**raw_fleet([device(1, layer_forward_s=[1])]), "version": 2, "links": [{}]}
     said = problems(raw)
     assert said.startswith("fleet.json has ")
@@ -106,7 +105,7 @@ def test_all_problems_are_reported_at_once() -> None:
         assert part in said
 
 
-def test_a_file_that_is_absent_or_not_finite_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_absent_or_not_finite_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         load_profile(tmp_path / "none.json")
     file = tmp_path / "fleet.json"
@@ -116,7 +115,7 @@ def test_a_file_that_is_absent_or_not_finite_is_refused(tmp_path: Path) -> None:
         load_profile(file)
 
 
-def test_problems_of_ten_thousand_devices_are_found_at_once() -> None:
+def test_problems_of_ten_thousand_devices_are_found_at_once():
     """Each is looked up, none searched for: a search took more than a minute."""
     many = [device("local"), *(device(k) for k in range(1, 10_000))]
     links = [{"from": "x", "to": k, "bytes_per_s": 1e8} for k in range(1, 10_000)]
@@ -140,7 +139,7 @@ def test_problems_of_ten_thousand_devices_are_found_at_once() -> None:
         {"layer_forward_s": 0, "layer_backward_s": 0, "head_forward_s": 0, "head_backward_s": 0},
     ],
 )
-def test_numbers_at_the_limits_can_be_planned(change: dict[str, Any]) -> None:
+def test_numbers_at_the_limits_can_be_planned(change):
     profile = FleetProfile.from_dict(raw_fleet([device("local"), device(1, **change)]))
     found = plan(profile)
     assert 0 <= found.predicted_step_s < math.inf

@@ -29,7 +29,7 @@ class Counting:
 
 
 @pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
+def measured(tmp_path, monkeypatch):
     found = Counting()
     monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(remote_measurement, "measure", found)
@@ -45,7 +45,7 @@ def ask(
     return remote_measurement.model_costs(config, loaded, Device(), anew=anew)
 
 
-def test_measured_costs_are_cached(measured: Counting) -> None:
+def test_measured_costs_are_cached(measured):
     assert not ask().was_known
     again = ask()
     assert again.was_known
@@ -55,7 +55,7 @@ def test_measured_costs_are_cached(measured: Counting) -> None:
     assert measured.times == 2
 
 
-def test_settings_without_effect_on_costs_are_ignored(measured: Counting) -> None:
+def test_settings_without_effect_on_costs_are_ignored(measured):
     ask()
     assert ask(training={"learning_rate": 0.1, "gradient_accumulation_steps": 4}).was_known
 
@@ -71,14 +71,12 @@ def test_settings_without_effect_on_costs_are_ignored(measured: Counting) -> Non
         {"model": {**LLAMA, "num_hidden_layers": 3}},
     ],
 )
-def test_costs_are_measured_anew_when_their_settings_change(
-    changed: dict[str, Any], measured: Counting
-) -> None:
+def test_costs_are_measured_anew_when_their_settings_change(changed, measured):
     ask()
     assert not ask(**changed).was_known
 
 
-def test_another_version_measures_again(measured: Counting, monkeypatch: Any) -> None:
+def test_another_version_measures_again(measured, monkeypatch):
     ask()
     monkeypatch.setattr(remote_measurement, "__version__", "0.0.0")
     assert not ask().was_known

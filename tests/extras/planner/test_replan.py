@@ -76,7 +76,7 @@ def events(output: Path, what: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def cut_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def cut_at(monkeypatch):
     """Runs take the plans of CUTS after those steps."""
 
     def changes(self: Any, cluster: Any) -> Iterator[PlanChange]:
@@ -93,7 +93,7 @@ def cut_at(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "adapter", [LORA, pytest.param(None, marks=pytest.mark.long)], ids=["lora", "full"]
 )
-def test_changes_of_plan_change_no_bit(adapter: Any, llama, texts, tmp_path) -> None:
+def test_changes_of_plan_change_no_bit(adapter, llama, texts, tmp_path):
     run = make(llama, texts, tmp_path / "run", THREE, adapter=adapter)
     train(run, replan=True, progress=Notes())
     assert_equals_one_process(run)
@@ -102,9 +102,7 @@ def test_changes_of_plan_change_no_bit(adapter: Any, llama, texts, tmp_path) -> 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("cut_at")
-def test_ctrl_c_during_a_change_of_plan_keeps_the_state(
-    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_during_a_change_of_plan_keeps_the_state(llama, texts, tmp_path, monkeypatch):
     config = make(llama, texts, tmp_path / "run", THREE, adapter=LORA)
 
     def interrupted(self: Replanning, change: PlanChange) -> None:
@@ -123,8 +121,8 @@ def test_ctrl_c_during_a_change_of_plan_keeps_the_state(
 @pytest.mark.long
 @pytest.mark.usefixtures("cut_at")
 def test_a_direct_link_that_does_not_come_about_under_another_plan_ends_no_run(
-    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    llama, texts, tmp_path, monkeypatch
+):
     real, asked = DirectLinks.connect, 0
 
     def connect(self: DirectLinks, pairs: Any, timeout_s: float) -> Any:
@@ -144,7 +142,7 @@ def test_a_direct_link_that_does_not_come_about_under_another_plan_ends_no_run(
 
 
 @pytest.mark.usefixtures("cut_at")
-def test_layers_that_stay_are_not_read_again(llama, texts, tmp_path, monkeypatch) -> None:
+def test_layers_that_stay_are_not_read_again(llama, texts, tmp_path, monkeypatch):
     """Both processes are threads here, so that what they read can be counted."""
     read: list[tuple[str, str]] = []
 
@@ -231,7 +229,7 @@ class At(Notes):
 
 
 @pytest.fixture
-def config(request: pytest.FixtureRequest, llama: Path, texts: Path, tmp_path: Path) -> Config:
+def config(request, llama, texts, tmp_path):
     """Of a run of an adapter, or of what a test gives instead."""
     changes = {"adapter": LORA, "training": {}, **getattr(request, "param", {})}
     training = {"max_steps": 12, "replicate_steps": 2, **changes.pop("training")}
@@ -239,7 +237,7 @@ def config(request: pytest.FixtureRequest, llama: Path, texts: Path, tmp_path: P
 
 
 @pytest.fixture
-def worker(config: Config, tmp_path: Path) -> Iterator[Worker]:
+def worker(config, tmp_path):
     """Worker 2 of that configuration, started."""
     made = Worker(config, tmp_path)
     made.start()
@@ -252,8 +250,8 @@ def worker(config: Config, tmp_path: Path) -> Iterator[Worker]:
 
 @pytest.mark.long
 def test_a_worker_that_stays_away_is_done_without_and_taken_back(
-    config: Config, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, worker, tmp_path, monkeypatch
+):
     monkeypatch.setattr(timeouts, "REPLAN_S", 1.0)
 
     def flap() -> None:
@@ -287,8 +285,8 @@ def test_a_worker_that_stays_away_is_done_without_and_taken_back(
     ids=["full"],
 )
 def test_full_training_goes_on_without_a_worker_from_the_last_checkpoint(
-    config: Config, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, worker, tmp_path, monkeypatch
+):
     """What the others have in memory is two steps further than what they go on from."""
     monkeypatch.setattr(timeouts, "REPLAN_S", 1.0)
     train(config, replan=True, progress=At(step_5=worker.kill))
@@ -302,8 +300,8 @@ def test_full_training_goes_on_without_a_worker_from_the_last_checkpoint(
 @pytest.mark.long
 @pytest.mark.parametrize("point", ["load", "load-state"])
 def test_a_worker_lost_during_a_change_of_plan_restarts_the_change(
-    point: str, config: Config, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    point, config, worker, tmp_path, monkeypatch
+):
     monkeypatch.setattr(timeouts, "REPLAN_S", 5.0)
     # The loss is noticed in the next step, or where the state is copied before it.
     monkeypatch.setenv("HETERO_FAILPOINT", f"worker-1/{point}@5,worker-1/{point}@6")
@@ -317,7 +315,7 @@ def test_a_worker_lost_during_a_change_of_plan_restarts_the_change(
 
 
 @pytest.mark.long
-def test_a_coordinator_killed_during_a_change_of_plan_continues(config, worker, tmp_path) -> None:
+def test_a_coordinator_killed_during_a_change_of_plan_continues(config, worker, tmp_path):
     config = config.with_changes(training={"rejoin_wait_s": 2.0})
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config.to_dict()))

@@ -22,7 +22,7 @@ Make = Callable[..., Replanning]
 
 
 @pytest.fixture
-def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+def make(tmp_path_factory):
     """Of a run with six layers over three processes."""
     folder = tmp_path_factory.mktemp("run")
     model, texts = save_llama(folder / "model"), save_texts(folder / "texts.jsonl", 8)
@@ -60,11 +60,11 @@ def note(run: Replanning) -> None:
         run.after_step(Profile.of([0.2, 0.6, 0.2], [0.4, 1.2, 0.4]))
 
 
-def test_before_the_first_step_a_plan_has_no_prediction(make: Make) -> None:
+def test_before_the_first_step_a_plan_has_no_prediction(make):
     assert make().without([2]).planned_s is None
 
 
-def test_absent_workers_get_no_layers_until_they_return(make: Make) -> None:
+def test_absent_workers_get_no_layers_until_they_return(make):
     run = make()
     note(run)
     change = run.without([2])
@@ -80,7 +80,7 @@ def test_absent_workers_get_no_layers_until_they_return(make: Make) -> None:
     assert run.lacking == set()
 
 
-def test_layers_move_between_machines_of_one_precision_only(make: Make) -> None:
+def test_layers_move_between_machines_of_one_precision_only(make):
     run = make(all="nf4", worker_2="none")
     kinds = run.prepared.config.kinds
     assert kinds == {"nf4": "embedding + layers 0-3", "none": "layers 4-5 + head"}
@@ -94,13 +94,13 @@ def test_layers_move_between_machines_of_one_precision_only(make: Make) -> None:
         setup.replanned(run.prepared, entries, run.facts, "a test")
 
 
-def test_a_device_without_4_bits_is_refused_before_anything_is_loaded(make: Make) -> None:
+def test_a_device_without_4_bits_is_refused_before_anything_is_loaded(make):
     with pytest.raises(ConfigError, match="worker 2 cannot hold quantised weights: none here"):
         make([2], all="nf4")
     make([2], all="nf4", worker_2="none")
 
 
-def test_a_process_that_streams_layers_streams_as_few_as_it_has_to(make: Make) -> None:
+def test_a_process_that_streams_layers_streams_as_few_as_it_has_to(make):
     plenty = MachineFacts("cpu", "cpu", 1 << 40, 1 << 40, None, 1 << 40)
     facts = dict.fromkeys(("local", 1, 2), plenty)
     settings = {2: {"offload": "auto", "offload_optimizer": True}}
@@ -118,7 +118,7 @@ def test_a_process_that_streams_layers_streams_as_few_as_it_has_to(make: Make) -
         assert (simulated(Fleet(run._fleet((1,))), stages) is not None) == fits
 
 
-def test_streamed_layers_come_at_the_measured_rate(make: Make) -> None:
+def test_streamed_layers_come_at_the_measured_rate(make):
     plenty = MachineFacts("cpu", "cpu", 1 << 40, 1 << 40, None, 1 << 40)
     facts = dict.fromkeys(("local", 1, 2), plenty)
     settings = {1: {"offload": "auto"}, 2: {"offload": "auto"}}

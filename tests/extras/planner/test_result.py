@@ -18,11 +18,11 @@ HALVES = plan_of(("local", 4), ("box", 8))
 
 
 @pytest.fixture(scope="module")
-def result() -> Result:
+def result():
     return evaluate(fleet_of(device("local"), device("box")), HALVES)
 
 
-def test_a_result_as_json_has_all_fields_except_the_schedule(result: Result) -> None:
+def test_a_result_as_json_has_all_fields_except_the_schedule(result):
     found = result.to_dict()
     for name in (
         "shard_plan", "max_in_flight", "predicted_step_s",
@@ -38,18 +38,18 @@ def test_a_result_as_json_has_all_fields_except_the_schedule(result: Result) -> 
     assert again["in_flight"] == list(result.in_flight)
 
 
-def test_alone_is_none_where_no_device_could_do_it(result: Result) -> None:
+def test_alone_is_none_where_no_device_could_do_it(result):
     assert replace(result, alone=None).to_dict()["alone"] is None
     found = replace(result, alone=Alone("box", 2.5)).to_dict()["alone"]
     assert found == {"id": "box", "step_s": 2.5}
 
 
-def test_the_pipeline_is_the_simulated_one(result: Result) -> None:
+def test_the_pipeline_is_the_simulated_one(result):
     assert result.pipeline is result.schedule.profile
     assert result.pipeline.forward_s == pytest.approx((0.004, 0.004))
 
 
-def test_measured_rates_of_host_memory_are_saved_with_a_plan(tmp_path: Path) -> None:
+def test_measured_rates_of_host_memory_are_saved_with_a_plan(tmp_path):
     made = config(tmp_path)
     assert host_rates(made) == {}
     save_plan(made, evaluate(fleet_of(card("local"), card(1, host_bytes=0)), PLAN))
@@ -70,7 +70,7 @@ def config(folder: Path, **training: Any) -> Config:
     return Config.from_dict(raw)
 
 
-def test_a_saved_prediction_is_read_back_equal(tmp_path: Path) -> None:
+def test_a_saved_prediction_is_read_back_equal(tmp_path):
     made = config(tmp_path)
     assert planned(made) is None
     found = evaluate(FLEET, PLAN)
@@ -86,14 +86,12 @@ def test_a_saved_prediction_is_read_back_equal(tmp_path: Path) -> None:
         ("gradient_checkpointing", True),
     ],
 )
-def test_a_prediction_does_not_count_for_other_micro_batches(
-    name: str, other: Any, tmp_path: Path
-) -> None:
+def test_a_prediction_does_not_count_for_other_micro_batches(name, other, tmp_path):
     save_plan(config(tmp_path), evaluate(FLEET, PLAN))
     assert planned(config(tmp_path, **{name: other})) is None
 
 
-def test_a_prediction_of_another_plan_or_damaged_file_does_not_count(tmp_path: Path) -> None:
+def test_a_prediction_of_another_plan_or_damaged_file_does_not_count(tmp_path):
     made = config(tmp_path)
     save_plan(made, evaluate(FLEET, PLAN))
     other = [{**PLAN[0], "end": 5}, {**PLAN[1], "start": 5}]
@@ -105,7 +103,7 @@ def test_a_prediction_of_another_plan_or_damaged_file_does_not_count(tmp_path: P
         assert planned(made) is None
 
 
-def test_a_plan_that_cannot_be_written_is_an_error_with_the_file(tmp_path: Path) -> None:
+def test_a_plan_that_cannot_be_written_is_an_error_with_the_file(tmp_path):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ResourceError, match=PLAN_FILE):
         save_plan(config(tmp_path), evaluate(FLEET, PLAN))

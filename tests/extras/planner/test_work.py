@@ -53,7 +53,7 @@ def counted(config: Config) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("fields", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_flops_of_full_training_equal_torchs_count(fields: dict[str, Any]) -> None:
+def test_flops_of_full_training_equal_torchs_count(fields):
     config = config_of(fields)
     work = work_of(config)
     forward, backward = counted(config)
@@ -61,7 +61,7 @@ def test_flops_of_full_training_equal_torchs_count(fields: dict[str, Any]) -> No
     assert total(work, "backward_flops") == pytest.approx(backward, rel=0.02)
 
 
-def test_an_adapter_spares_the_gradients_of_the_weights() -> None:
+def test_an_adapter_spares_the_gradients_of_the_weights():
     full, lora = work_of(config_of(LLAMA)), work_of(config_of(LLAMA, adapter=LORA))
     layer, own = full.layers[0], lora.layers[0]
     assert layer.forward_flops < own.forward_flops < 1.3 * layer.forward_flops
@@ -70,12 +70,12 @@ def test_an_adapter_spares_the_gradients_of_the_weights() -> None:
     assert lora.embedding.backward_bytes == 0
 
 
-def test_layers_below_the_adapter_have_no_backward() -> None:
+def test_layers_below_the_adapter_have_no_backward():
     work = work_of(config_of(LLAMA, adapter=LATE))
     assert [layer.backward_flops > 0 for layer in work.layers] == [False, False, True, True]
 
 
-def test_only_the_experts_that_a_token_visits_count() -> None:
+def test_only_the_experts_that_a_token_visits_count():
     fields = {
         **LLAMA,
         **{"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 32},
@@ -87,7 +87,7 @@ def test_only_the_experts_that_a_token_visits_count() -> None:
     assert two.layers[0].forward_bytes >= one.layers[0].forward_bytes
 
 
-def test_a_boundary_has_the_types_and_numbers_of_the_hidden_state() -> None:
+def test_a_boundary_has_the_types_and_numbers_of_the_hidden_state():
     work = work_of(config_of({**LLAMA, "dtype": "bfloat16"}))
     assert (work.hidden_numbers, work.dtype, work.half) == (ROWS * TOKENS * 64, "bfloat16", True)
     assert not work_of(config_of(LLAMA)).half
@@ -101,5 +101,5 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize(("model_type", "name"), EXPERTS.items())
-def test_the_experts_of_a_token_are_those_of_the_configuration(model_type: str, name: str) -> None:
+def test_the_experts_of_a_token_are_those_of_the_configuration(model_type, name):
     assert experts_per_token(CONFIG_MAPPING[model_type](**{name: 5})) == 5

@@ -55,7 +55,7 @@ def heard(training: dict[str, Any]) -> list[torch.Tensor]:
     ("objective", "loss"),
     [*((name, loss) for name, losses in LOSSES.items() for loss in losses), ("reward", None)],
 )
-def test_the_marks_say_what_each_loss_reads(objective: str, loss: str | None) -> None:
+def test_the_marks_say_what_each_loss_reads(objective, loss):
     base: dict[str, Any] = {"objective": objective, "per_device_train_batch_size": 2}
     base |= {"loss_type": loss} if loss else {}
     base |= {"train_sampling_strategy": "sequential"} if objective == "kto" else {}

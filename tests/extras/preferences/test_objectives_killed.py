@@ -72,7 +72,7 @@ def sections(objective: str, place: Path, llama: Path) -> tuple[dict[str, Any], 
         *("sequential", "image-classification"),
     ],
 )
-def test_a_killed_run_goes_on_to_the_same_bits(objective: str, llama: Path, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_to_the_same_bits(objective, llama, tmp_path):
     parts, file = sections(objective, tmp_path, llama)
 
     def run(name: str, failpoint: str = "") -> subprocess.CompletedProcess[str]:

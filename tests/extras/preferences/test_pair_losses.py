@@ -24,7 +24,7 @@ def config_of(**training: Any) -> Config:
     return Config.from_dict({**RAW, "training": training})
 
 
-def test_the_page_has_each_loss() -> None:
+def test_the_page_has_each_loss():
     cells = {
         "dpo": re.search(r"^\| `loss_type` \| (`sigmoid`.*), or a list", PAGE, re.MULTILINE),
         "cpo": re.search(r"`loss_type` \(one of ([^)]*)\)", PAGE),
@@ -33,7 +33,7 @@ def test_the_page_has_each_loss() -> None:
         assert set(re.findall(r"`(\w+)`", cell[1])) == PAIR_LOSSES[objective].keys()
 
 
-def test_the_pages_loss_is_known_and_read_and_computed(tmp_path, monkeypatch) -> None:
+def test_the_pages_loss_is_known_and_read_and_computed(tmp_path, monkeypatch):
     own = {"objective": "dpo", "loss_type": ["sigmoid", "margin_squares"]}
     with pytest.raises(ConfigError, match=r"margin_squares.* is none of sigmoid, hinge,"):
         config_of(**own)
@@ -57,7 +57,7 @@ def test_the_pages_loss_is_known_and_read_and_computed(tmp_path, monkeypatch) ->
     ]
 
 
-def test_a_loss_of_means_is_given_means() -> None:
+def test_a_loss_of_means_is_given_means():
     ratios_B, lengths_B = torch.tensor([8.0, 3.0]), torch.tensor([4, 1])
     training = config_of(objective="dpo", loss_type="ipo", beta=0.5).training
     assert PAIR_LOSSES["dpo"]["ipo"](training, ratios_B, ratios_B, lengths_B).item() == 4.0
@@ -65,7 +65,7 @@ def test_a_loss_of_means_is_given_means() -> None:
     assert pairs.delta_P.tolist() == [5.0]
 
 
-def test_a_loss_checks_its_settings() -> None:
+def test_a_loss_checks_its_settings():
     with pytest.raises(ConfigError, match="exo_pair needs a label_smoothing above 0"):
         config_of(objective="dpo", loss_type=["sigmoid", "exo_pair"])
 
@@ -73,7 +73,7 @@ def test_a_loss_checks_its_settings() -> None:
 @pytest.mark.parametrize(
     "training", [{"loss_type": "nll"}, {"loss_type": "simpo", "objective": "cpo"}]
 )
-def test_loss_type_is_one_of_the_objectives(training: dict[str, Any]) -> None:
+def test_loss_type_is_one_of_the_objectives(training):
     assert PreferenceSettings(**training).losses == (training["loss_type"],)
     with pytest.raises(ValueError, match="is none of"):
         PreferenceSettings(**{**training, "loss_type": "dft"})

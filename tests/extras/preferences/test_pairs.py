@@ -102,9 +102,7 @@ GPT = {"chosen": {"from": "gpt", "value": "A fox."}, "rejected": {"from": "gpt",
         ({**TEXTS, "weight": 1, "label": "a"}, TEXTS),
     ],
 )
-def test_layouts_are_read_as_trl_reads_the_plain_one(
-    row: Row, as_trl_has_it: Row, objective: str, tmp_path: Path
-) -> None:
+def test_layouts_are_read_as_trl_reads_the_plain_one(row, as_trl_has_it, objective, tmp_path):
     rows = rows_of(load(tmp_path, [row] * 2, objective, max_length=None))
     expected = by_trl([as_trl_has_it] * 2)
     each = 2 if objective == "kto" else 1  # rows, and those with another's answer
@@ -143,9 +141,7 @@ def test_layouts_are_read_as_trl_reads_the_plain_one(
         ({"images": ["a.png"]}, "images"),
     ],
 )
-def test_a_field_that_would_be_lost_is_refused(
-    more: Row, field: str, objective: str, tmp_path: Path
-) -> None:
+def test_a_field_that_would_be_lost_is_refused(more, field, objective, tmp_path):
     row = {"prompt": "What is it?", **OBJECTIVES[objective]}
     with pytest.raises(DataError, match=rf"train.jsonl:2:? .*field {field}\b"):
         load(tmp_path, [row, {**row, **more}], objective)
@@ -187,9 +183,7 @@ OTHER = {**WHOLE, "prompt": "Who is it?"}
         ({"text": {str(k): "a" for k in range(5000)}}, "sft", "found an object .*\n.*records"),
     ],
 )
-def test_a_row_that_cannot_be_learned_is_refused(
-    row: Row, objective: str, problem: str, tmp_path: Path
-) -> None:
+def test_a_row_that_cannot_be_learned_is_refused(row, objective, problem, tmp_path):
     with pytest.raises(DataError, match=rf"train.jsonl:1: .*{problem}") as caught:
         load(tmp_path, [row] * 2, objective)
     assert caught.value.hint is not None
@@ -204,15 +198,13 @@ def test_a_row_that_cannot_be_learned_is_refused(
         ({"chosen": " good", "rejected": " great"}, [" good", " great"]),
     ],
 )
-def test_letters_that_two_answers_begin_with_are_no_prompt(
-    row: Row, answers: list[str], tmp_path: Path
-) -> None:
+def test_letters_that_two_answers_begin_with_are_no_prompt(row, answers, tmp_path):
     data = load(tmp_path, [row, TEXTS])
     assert [pieces(data, k) for k in (0, 1)] == [("", f"{answer}</s>") for answer in answers]
     assert any("warning: there is no prompt" in line for line in data.report)
 
 
-def test_rows_of_texts_and_of_messages_are_not_mixed(tmp_path: Path) -> None:
+def test_rows_of_texts_and_of_messages_are_not_mixed(tmp_path):
     for first, other in ((TEXTS, CHATS), (CHATS, TEXTS)):
         for objective in ("dpo", "kto", "reward"):
             with pytest.raises(DataError, match=r"jsonl:[23]: .* is .*, unlike before"):
@@ -245,8 +237,8 @@ CALL = [{"name": "f", "arguments": {}}]
     ],
 )  # fmt: skip
 def test_pairs_that_teach_nothing_are_counted_and_alone_refused(
-    rows: list[Row], objective: str, data: Row, said: str | None, tmp_path: Path
-) -> None:
+    rows, objective, data, said, tmp_path
+):
     report = "\n".join(load(tmp_path, rows, objective, **data).report)
     warnings = [
         line for line in report.split("\n") if "warning: " in line and "desirable," not in line
@@ -262,13 +254,13 @@ def test_pairs_that_teach_nothing_are_counted_and_alone_refused(
 
 
 @pytest.mark.parametrize("objective", ["dpo", "reward", "kto", "classification"])
-def test_what_the_template_leaves_out_is_said(objective: str, tmp_path: Path) -> None:
+def test_what_the_template_leaves_out_is_said(objective, tmp_path):
     row = {"messages": [ASKED], "label": 1} if objective == "classification" else CHATS
     report = load(tmp_path, [{**row, "tools": [{"name": "f"}]}] * 2, objective).report
     assert any("the chat template leaves out tools (first" in line for line in report)
 
 
-def test_an_answer_that_only_calls_a_tool_is_not_empty(tmp_path: Path) -> None:
+def test_an_answer_that_only_calls_a_tool_is_not_empty(tmp_path):
     calls = [turn("assistant", "", tool_calls=[{"type": "function", "function": CALL[0]}])]
     with pytest.raises(DataError, match="template"):  # it has no place for calls
         load(tmp_path, [{**SFT, "prompt": [ASKED], "completion": calls}], "sft")

@@ -63,7 +63,7 @@ SELDOM = [name for name in CASES if name not in ("chunks_checkpointing_bf16", "o
 
 
 @pytest.fixture
-def configured(pool: Any, llama: Path, tmp_path: Path) -> Any:
+def configured(pool, llama, tmp_path):
     pairs = str(save_pairs(tmp_path / "pairs.jsonl"))
     ratings = str(save_ratings(tmp_path / "ratings.jsonl"))
 
@@ -91,7 +91,7 @@ def trained_by_command(
 
 
 @pytest.mark.parametrize("case", seldom(CASES, *SELDOM))
-def test_preferences_do_not_depend_on_the_cut(case: str, configured: Any, tmp_path: Path) -> None:
+def test_preferences_do_not_depend_on_the_cut(case, configured, tmp_path):
     sections = CASES[case]
     whole = train(configured("whole", [], **sections))
     assert len(set(whole.losses)) == 3
@@ -121,8 +121,8 @@ def test_preferences_do_not_depend_on_the_cut(case: str, configured: Any, tmp_pa
     ],
 )
 def test_a_run_that_was_ended_goes_on_under_another_plan(
-    sections: dict[str, Any], configured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    sections, configured, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
     whole = train(configured("whole", [], **sections))
     with pytest.raises(CallbackError):
@@ -135,8 +135,8 @@ def test_a_run_that_was_ended_goes_on_under_another_plan(
 @pytest.mark.long
 @pytest.mark.parametrize("training", [{}, KTO], ids=["dpo", "kto"])
 def test_a_run_that_is_killed_goes_on_with_the_same_command(
-    training: dict[str, Any], configured: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    training, configured, tmp_path, monkeypatch
+):
     """While the reference is asked, and after a step, when the model that it was is gone."""
     monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
     training = {**training, "save_strategy": "steps", "save_steps": 1}
@@ -159,9 +159,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_command(
 
 @pytest.mark.long
 @pytest.mark.parametrize("training", [{}, KTO], ids=["dpo", "kto"])
-def test_the_reference_says_the_same_before_and_in_each_step(
-    training: dict[str, Any], configured: Any, tmp_path: Path
-) -> None:
+def test_the_reference_says_the_same_before_and_in_each_step(training, configured, tmp_path):
     """With the adapter's dropout, which the reference has not."""
     for name, before in (("once", True), ("often", False)):
         told = {**training, "precompute_ref_log_probs": before}
@@ -171,6 +169,6 @@ def test_the_reference_says_the_same_before_and_in_each_step(
     assert_same_run(tmp_path / "often", tmp_path / "once")
 
 
-def test_without_a_new_adapter_no_step_can_ask_the_reference(configured: Any) -> None:
+def test_without_a_new_adapter_no_step_can_ask_the_reference(configured):
     with pytest.raises(ConfigError, match="no step can ask the model that training began with"):
         train(configured("run", [], training={"precompute_ref_log_probs": False}))

@@ -19,7 +19,6 @@ from hetero_framework.errors import ConfigError
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.trainer.coordinator import train
-from tests.alone import Alone
 from tests.extras.reporting.test_callbacks import Recorder
 from tests.integration.oracles import (
     assert_close,
@@ -176,9 +175,7 @@ OFTEN = (
         for case in CASES
     ],
 )
-def test_losses_rewards_and_weights_are_those_of_trl(
-    case: str, lora: bool, alone: Alone, alone_model: Path, tmp_path: Path
-) -> None:
+def test_losses_rewards_and_weights_are_those_of_trl(case, lora, alone, alone_model, tmp_path):
     adapter = save_adapter(alone_model, tmp_path / "adapter") if lora else None
     sections = {"adapter": {"init_from": str(adapter)}} if lora else {}
     training = {"objective": "dpo", "eval_strategy": "epoch", "learning_rate": 1e-3, **CASES[case]}
@@ -212,7 +209,7 @@ def agreeing(config: Config, folder: Path, adapter: Path | None = None) -> Any:
 
 
 @pytest.mark.parametrize("objective", ["dpo", pytest.param("cpo", marks=pytest.mark.long)])
-def test_the_loss_of_routers_is_that_of_trl(objective: str, alone: Alone, tmp_path: Path) -> None:
+def test_the_loss_of_routers_is_that_of_trl(objective, alone, tmp_path):
     routers = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     model = save_tiny("mixtral", tmp_path / "model", **routers)
     pairs = str(save_pairs(tmp_path / "pairs.jsonl", 12))
@@ -243,8 +240,6 @@ def test_the_loss_of_routers_is_that_of_trl(objective: str, alone: Alone, tmp_pa
         ({**KTO, "per_device_train_batch_size": 1}, "kto needs .* at least 2"),
     ],
 )
-def test_a_loss_that_the_objective_does_not_have_is_refused(
-    training: dict[str, Any], problem: str, alone: Alone
-) -> None:
+def test_a_loss_that_the_objective_does_not_have_is_refused(training, problem, alone):
     with pytest.raises(ConfigError, match=problem):
         alone(training=training)

@@ -53,9 +53,7 @@ def load(folder: Path, rows: list[dict[str, Any]], loss: str = "kto", **data: An
     ("rows", "most"),
     [(TEXTS, None), (TALKS, None), (PAIRS, None), (TEXTS, 6), (TALKS, 23), (PAIRS, 14)],
 )
-def test_batches_are_those_of_trl(
-    rows: list[dict[str, Any]], loss: str, most: int | None, tmp_path: Path
-) -> None:
+def test_batches_are_those_of_trl(rows, loss, most, tmp_path):
     ours = load(tmp_path, rows, loss, max_length=most)
     tokenizer = tiny_tokenizer(CHATML_MARKED)
     trainer = KTOTrainer.__new__(KTOTrainer)
@@ -87,14 +85,14 @@ def test_batches_are_those_of_trl(
         assert padded_count(batch) == expected["input_ids"].numel()
 
 
-def test_pairs_come_apart_in_trls_order() -> None:
+def test_pairs_come_apart_in_trls_order():
     rows = [{"prompt": "a", "chosen": str(k), "rejected": str(-k)} for k in range(1003)]
     ours = unpaired(Record(f"row {k}", row) for k, row in enumerate(rows))
     theirs = unpair_preference_dataset(datasets.Dataset.from_list(rows))
     assert [record.fields for record in ours] == list(theirs)
 
 
-def test_the_first_examples_are_shown(tmp_path: Path) -> None:
+def test_the_first_examples_are_shown(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", PAIRS)
     training = {"objective": "kto", "train_sampling_strategy": "sequential"}
     config = make_config(tmp_path, {"train": "train.jsonl"}, **training)
@@ -102,7 +100,7 @@ def test_the_first_examples_are_shown(tmp_path: Path) -> None:
     assert "".join(text for text, _ in shown[0].pieces).startswith("The fox runs")
 
 
-def test_the_balance_is_said(tmp_path: Path) -> None:
+def test_the_balance_is_said(tmp_path):
     def line(rows: list[dict[str, Any]]) -> str:
         return next(line for line in load(tmp_path, rows).report if "desirable" in line)
 
@@ -126,17 +124,17 @@ def test_the_balance_is_said(tmp_path: Path) -> None:
         ([*PAIRS, {"chosen": "a", "rejected": None}], "no rejected answer"),
     ],
 )
-def test_bad_answers_are_refused(rows: list[dict[str, Any]], problem: str, tmp_path: Path) -> None:
+def test_bad_answers_are_refused(rows, problem, tmp_path):
     with pytest.raises(DataError, match=problem):
         load(tmp_path, rows)
 
 
-def test_their_end_is_cut(tmp_path: Path) -> None:
+def test_their_end_is_cut(tmp_path):
     with pytest.raises(DataError, match="rated answers keep their start"):
         load(tmp_path, TEXTS, truncation_mode="keep_end")
 
 
-def test_numbers_of_classes_do_not_say_which_answer_is_desirable(tmp_path: Path) -> None:
+def test_numbers_of_classes_do_not_say_which_answer_is_desirable(tmp_path):
     label = datasets.ClassLabel(names=["good", "bad"])
     text = datasets.Value("string")
     features = datasets.Features({"prompt": text, "completion": text, "label": label})

@@ -86,13 +86,13 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_another_way_to_compute_asks_again(way: str, ask: Any) -> None:
+def test_another_way_to_compute_asks_again(way, ask):
     assert ask("first") == 1
     assert ask("again") == 0
     assert ask("other", **WAYS[way]) == 1
 
 
-def test_what_only_the_training_depends_on_does_not_ask_again(ask: Any) -> None:
+def test_what_only_the_training_depends_on_does_not_ask_again(ask):
     ask("first")
     cut = [{"id": "local", "start": 0, "end": 3}, {"id": 1, "start": 3, "end": 4}]
     assert ask("plan", shard_plan=cut) == 0
@@ -101,7 +101,7 @@ def test_what_only_the_training_depends_on_does_not_ask_again(ask: Any) -> None:
     assert ask("rate", training={"learning_rate": 1.0, "beta": 0.5, "output_dir": "x"}) == 0
 
 
-def test_a_run_that_goes_on_elsewhere_keeps_what_it_was_told(ask, monkeypatch) -> None:
+def test_a_run_that_goes_on_elsewhere_keeps_what_it_was_told(ask, monkeypatch):
     """Also on other machines, and without the cache."""
     ask("run", origin="digest")
     monkeypatch.setenv("HETERO_CACHE", "")
@@ -131,8 +131,8 @@ NAN, INF = float("nan"), float("inf")
 )
 @pytest.mark.parametrize("precomputed", [True, False])
 def test_numbers_that_cannot_be_are_refused_with_their_rows(
-    second: Any, error: Any, rows: str, precomputed: bool, tmp_path: Any, monkeypatch: Any
-) -> None:
+    second, error, rows, precomputed, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
     reference = Asked(
         {"training": {"precompute_ref_log_probs": precomputed}}, LABELS, tmp_path, None

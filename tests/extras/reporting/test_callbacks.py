@@ -134,7 +134,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", seldom(CASES, "a_share", "part_of_an_epoch", "one_at_a_time"))
-def test_callbacks_are_told_what_the_trainer_tells_them(case: str, alone, tmp_path) -> None:
+def test_callbacks_are_told_what_the_trainer_tells_them(case, alone, tmp_path):
     config = told_about(alone, tmp_path, CASES[case])
     ours, other = Recorder(), Recorder()
     train(config, callbacks=[ours])
@@ -189,7 +189,7 @@ COUNTED: dict[str, tuple[dict[str, Any] | None, bool]] = {
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("case", seldom(COUNTED, *(set(COUNTED) - {"saved_head", "dora"})))
-def test_operations_are_counted_as_by_the_trainer(case: str, alone: Alone, tmp_path: Path) -> None:
+def test_operations_are_counted_as_by_the_trainer(case, alone, tmp_path):
     adapter, tied = COUNTED[case]
     model = save_llama(tmp_path / "model", layers=1, tie_word_embeddings=tied)
     training = {"logging_steps": 2, "save_strategy": "steps", "save_steps": 3}
@@ -244,7 +244,7 @@ RARE = ("training_stop on_train_begin", "training_stop on_epoch_begin", "log")
 
 
 @pytest.mark.parametrize("case", seldom([*FEW, *EVERY], *EVERY, *RARE))
-def test_every_event_may_set_every_flag_as_for_the_trainer(case: str, alone, tmp_path) -> None:
+def test_every_event_may_set_every_flag_as_for_the_trainer(case, alone, tmp_path):
     flag = case.split()[0]
     # Two micro-batches a step, and one: the Trainer looks at some flags between two alone.
     accumulated, strategy = (2, "steps") if flag != "save" else (1, "epoch")
@@ -277,8 +277,8 @@ class _Killed(BaseException):
     ("method", "stops"), [("evaluate", False), ("sample", False), ("save", False), ("save", True)]
 )
 def test_what_was_due_when_a_run_was_killed_is_done_when_it_goes_on(
-    method: str, stops: bool, alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    method, stops, alone, tmp_path, monkeypatch
+):
     """As settings and callbacks want it after step 2; nothing is done twice."""
     training = {
         **{"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4},
@@ -327,7 +327,7 @@ BEST: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", seldom(BEST, "by_epoch", "saved_less_often", "not_saved"))
-def test_the_best_model_is_that_of_the_trainer(case: str, alone: Alone, tmp_path: Path) -> None:
+def test_the_best_model_is_that_of_the_trainer(case, alone, tmp_path):
     steps = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
     # So large a rate that the loss goes up and down.
     training = {**steps, "max_steps": 8, "learning_rate": 0.3, "warmup_steps": 1, **BEST[case]}
@@ -371,9 +371,7 @@ LAST: dict[str, Any] = {
         *("on_step_end", "on_epoch_end"),
     ),
 )
-def test_a_callback_that_fails_after_the_last_step_costs_no_result(
-    event: str, alone: Alone, tmp_path: Path
-) -> None:
+def test_a_callback_that_fails_after_the_last_step_costs_no_result(event, alone, tmp_path):
     def fail() -> None:
         raise KeyError("no such dial")
 
@@ -390,7 +388,7 @@ def test_a_callback_that_fails_after_the_last_step_costs_no_result(
 
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_evaluate", "on_save", "on_log"])
-def test_a_stop_after_the_last_step_leaves_nothing_out(event: str, alone, tmp_path) -> None:
+def test_a_stop_after_the_last_step_leaves_nothing_out(event, alone, tmp_path):
     """Before the last evaluation, after it, and before the result is written."""
     stop = partial(os.kill, os.getpid(), signal.SIGTERM)
     config, whole = (told_about(partial(alone, n), tmp_path, LAST) for n in ("run", "whole"))
@@ -438,8 +436,8 @@ def to_file(path: Path) -> None:
     ids=["deleted", "one kept", "half", "damaged", "damaged before", "a file"],
 )
 def test_a_best_checkpoint_that_is_gone_leaves_the_last_state(
-    damage: Any, limit: int | None, resumed: bool, alone: Alone, tmp_path: Path
-) -> None:
+    damage, limit, resumed, alone, tmp_path
+):
     training = {**LAST, "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
     training |= {"max_steps": 6, "greater_is_better": True, "save_total_limit": limit}
     training |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}  # so that step 1 is best
@@ -470,8 +468,8 @@ def number(path: str | Path | None) -> int:
 
 @pytest.mark.long
 def test_a_run_that_is_stopped_again_and_again_has_the_same_best_model(
-    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    alone, tmp_path, monkeypatch
+):
     training = {
         **{"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True},
         **{"eval_steps": 1, "save_steps": 1, "max_steps": 8, "learning_rate": 0.3},
@@ -528,7 +526,7 @@ class Failing(TrainerCallback):
             raise KeyError("no such dial")
 
 
-def test_a_callback_that_raises_ends_the_run_with_its_name_and_the_work_saved(alone: Alone) -> None:
+def test_a_callback_that_raises_ends_the_run_with_its_name_and_the_work_saved(alone):
     config = alone()
     with pytest.raises(CallbackError, match="the callback Failing failed in on_step_end") as error:
         train(config, callbacks=[Failing])
@@ -545,7 +543,7 @@ def losses(state: TrainerState) -> list[tuple[int, float]]:
     return [(entry["step"], entry["loss"]) for entry in state.log_history if "loss" in entry]
 
 
-def test_a_state_that_the_trainer_can_read_is_written(alone: Alone) -> None:
+def test_a_state_that_the_trainer_can_read_is_written(alone):
     config, recorder = alone(training={"logging_steps": 2}), Recorder()
     train(config, callbacks=[recorder])
     read = TrainerState.load_from_json(str(config.output_dir / STATE))
@@ -555,12 +553,12 @@ def test_a_state_that_the_trainer_can_read_is_written(alone: Alone) -> None:
     assert asdict(read)["global_step"] == 4
 
 
-def test_what_is_no_callback_is_refused(alone: Alone) -> None:
+def test_what_is_no_callback_is_refused(alone):
     with pytest.raises(ConfigError, match="is no callback"):
         train(alone(), callbacks=[print])
 
 
-def test_a_run_without_callbacks_leaves_no_history(alone: Alone) -> None:
+def test_a_run_without_callbacks_leaves_no_history(alone):
     config = alone()
     train(config)
     assert not (config.output_dir / "log_history.jsonl").exists()
@@ -574,7 +572,7 @@ class Down(TrainerCallback):
         raise ConnectionError("no route to the server")
 
 
-def test_a_reporter_that_fails_is_told_once_and_the_run_goes_on(alone, monkeypatch) -> None:
+def test_a_reporter_that_fails_is_told_once_and_the_run_goes_on(alone, monkeypatch):
     monkeypatch.setattr(callbacks, "reporters", lambda config: [Down])
     config = alone(training={"report_to": "all"})
     assert train(config).steps == 4
@@ -582,7 +580,7 @@ def test_a_reporter_that_fails_is_told_once_and_the_run_goes_on(alone, monkeypat
     assert log.count("Down reports no more: ConnectionError: no route to the server") == 1
 
 
-def test_a_reporter_that_is_not_installed_is_named_before_the_run(alone: Alone) -> None:
+def test_a_reporter_that_is_not_installed_is_named_before_the_run(alone):
     config = alone(training={"report_to": ["clearml"]})
     with pytest.raises(ConfigError, match="asks for clearml, which is not installed") as raised:
         train(config)
@@ -594,7 +592,7 @@ def test_a_reporter_that_is_not_installed_is_named_before_the_run(alone: Alone) 
     ("written", "read"),
     [("none", ()), ("wandb", ("wandb",)), (["trackio", "tensorboard"], ("trackio", "tensorboard"))],
 )
-def test_reporters_are_a_name_or_a_list(written: Any, read: tuple[str, ...], alone: Alone) -> None:
+def test_reporters_are_a_name_or_a_list(written, read, alone):
     assert alone(training={"report_to": written}).training.report_to == read
 
 
@@ -608,9 +606,7 @@ SAMPLED = {"sample_prompts": ["red green"], "sample_steps": 1, "sample_max_new_t
 
 @pytest.mark.long
 @needs_package("wandb")
-def test_wandb_offline_gets_the_history_and_a_resumed_run_goes_on_with_its_run(
-    alone: Alone, tmp_path: Path
-) -> None:
+def test_wandb_offline_gets_the_history_and_a_resumed_run_goes_on_with_its_run(alone, tmp_path):
     config = alone(training={"report_to": "wandb", "run_name": "mine", "project": "cut", **SAMPLED})
     environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     fail_and_go_on(config, tmp_path, environment)
@@ -627,7 +623,7 @@ def test_wandb_offline_gets_the_history_and_a_resumed_run_goes_on_with_its_run(
 
 @pytest.mark.long
 @needs_package("trackio")
-def test_trackio_gets_every_value_of_the_history(alone: Alone, tmp_path: Path) -> None:
+def test_trackio_gets_every_value_of_the_history(alone, tmp_path):
     config = alone(training={"report_to": "trackio", "project": "cut", **SAMPLED})
     fail_and_go_on(config, tmp_path, {"TRACKIO_DIR": str(tmp_path / "trackio")})
     database = sqlite3.connect(next((tmp_path / "trackio").glob("*.db")))
@@ -642,7 +638,7 @@ def test_trackio_gets_every_value_of_the_history(alone: Alone, tmp_path: Path) -
 
 
 @needs_package("mlflow")
-def test_a_resumed_run_goes_on_with_its_run_of_mlflow(alone: Alone, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_its_run_of_mlflow(alone, tmp_path):
     config = alone(training={"report_to": "mlflow", "run_name": "mine"})
     store = tmp_path / "mlruns"
     environment = {"MLFLOW_TRACKING_URI": store.as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
@@ -652,7 +648,7 @@ def test_a_resumed_run_goes_on_with_its_run_of_mlflow(alone: Alone, tmp_path: Pa
     assert steps == [line["step"] for line in histories(config) if "loss" in line]
 
 
-def test_reporters_are_told_the_run_that_goes_on(alone, monkeypatch) -> None:
+def test_reporters_are_told_the_run_that_goes_on(alone, monkeypatch):
     """By the environment, as the callbacks of wandb, Comet and SwanLab read it."""
     names = ("WANDB_RUN_ID", "COMET_EXPERIMENT_KEY", "SWANLAB_RUN_ID", "SWANLAB_RESUME")
     told: list[dict[str, str]] = []
@@ -705,7 +701,7 @@ except CallbackError:
         assert done.returncode == code, done.stderr[-3000:]
 
 
-def test_the_examples_of_the_page_run(alone, tmp_path, monkeypatch) -> None:
+def test_the_examples_of_the_page_run(alone, tmp_path, monkeypatch):
     page = Path(__file__).parents[3] / "docs" / "python.md"
     blocks = page.read_text(encoding="utf-8").split("```python\n")[1:]
     first, second, third = (block.partition("```")[0] for block in blocks)
@@ -728,7 +724,7 @@ def test_the_examples_of_the_page_run(alone, tmp_path, monkeypatch) -> None:
     assert 0 <= lines(metrics)[-1]["eval_accuracy"] <= 1
 
 
-def test_a_file_on_the_command_line_brings_callbacks(alone, tmp_path, monkeypatch) -> None:
+def test_a_file_on_the_command_line_brings_callbacks(alone, tmp_path, monkeypatch):
     monkeypatch.setattr(control, "_callbacks", [])
     monkeypatch.setattr(control, "_imported", [])
     file = tmp_path / "mine.py"

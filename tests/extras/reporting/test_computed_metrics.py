@@ -72,7 +72,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", seldom(CASES, "in_chunks", "smoothed"))
-def test_metrics_and_what_they_are_computed_of_are_the_trainers(case: str, alone, tmp_path) -> None:
+def test_metrics_and_what_they_are_computed_of_are_the_trainers(case, alone, tmp_path):
     preprocess, settings = CASES[case]
     config = evaluating(alone, tmp_path, **settings)
     recorder, ours, others = Recorder(), Accuracy(), Accuracy()
@@ -94,7 +94,7 @@ def test_metrics_and_what_they_are_computed_of_are_the_trainers(case: str, alone
             np.testing.assert_allclose(made, other, rtol=1e-4, atol=1e-5)
 
 
-def test_the_best_model_is_that_of_the_trainer(alone: Alone, tmp_path: Path) -> None:
+def test_the_best_model_is_that_of_the_trainer(alone, tmp_path):
     training = {
         **{"eval_steps": 1, "save_steps": 1, "save_strategy": "steps", "max_steps": 6},
         **{"learning_rate": 0.3, "warmup_steps": 1, "save_total_limit": 1},
@@ -109,7 +109,7 @@ def test_the_best_model_is_that_of_the_trainer(alone: Alone, tmp_path: Path) -> 
     assert steps_of(config) == {state.best_global_step}
 
 
-def test_an_imported_file_brings_the_functions(alone, tmp_path, monkeypatch) -> None:
+def test_an_imported_file_brings_the_functions(alone, tmp_path, monkeypatch):
     monkeypatch.setattr(control, "_functions", {})
     monkeypatch.setattr(control, "_imported", [])
     file = tmp_path / "mine.py"
@@ -139,9 +139,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_predictions_that_cannot_be_made_end_a_run_before_its_first_step(
-    case: str, alone: Alone, tmp_path: Path
-) -> None:
+def test_predictions_that_cannot_be_made_end_a_run_before_its_first_step(case, alone, tmp_path):
     preprocess, said = WRONG[case]
     config = evaluating(alone, tmp_path)
     with pytest.raises(ConfigError, match=said):
@@ -162,16 +160,14 @@ def test_predictions_that_cannot_be_made_end_a_run_before_its_first_step(
         (lambda given: {"b": 1.0}, "is eval_a, which no evaluation gives; they give eval_loss"),
     ],
 )
-def test_a_function_that_fails_ends_a_run_before_its_first_step(
-    compute: Any, said: str, alone: Alone, tmp_path: Path
-) -> None:
+def test_a_function_that_fails_ends_a_run_before_its_first_step(compute, said, alone, tmp_path):
     config = evaluating(alone, tmp_path, metric_for_best_model="a")
     with pytest.raises(ConfigError, match=said):
         train(config, compute_metrics=compute)
     assert not (config.output_dir / "metrics.jsonl").exists()
 
 
-def test_a_function_that_needs_more_than_one_micro_batch_is_given_all(alone, tmp_path) -> None:
+def test_a_function_that_needs_more_than_one_micro_batch_is_given_all(alone, tmp_path):
     def of_many(given: EvalPrediction) -> dict[str, Any]:
         if len(given.label_ids) < 11:
             raise ValueError("only one class is present")
@@ -182,7 +178,7 @@ def test_a_function_that_needs_more_than_one_micro_batch_is_given_all(alone, tmp
     assert train(config, compute_metrics=of_many).metrics["eval_many"] == 1.0
 
 
-def test_a_metric_that_is_not_computed_is_named_with_those_that_are(alone, tmp_path) -> None:
+def test_a_metric_that_is_not_computed_is_named_with_those_that_are(alone, tmp_path):
     config = evaluating(alone, tmp_path, metric_for_best_model="f1")
     with pytest.raises(ConfigError, match='is "f1", which no evaluation gives') as raised:
         train(config)
@@ -192,7 +188,7 @@ def test_a_metric_that_is_not_computed_is_named_with_those_that_are(alone, tmp_p
     assert "eval_accuracy" in failed.value.message
 
 
-def test_a_function_for_another_process_is_refused_before_it_starts(alone, tmp_path) -> None:
+def test_a_function_for_another_process_is_refused_before_it_starts(alone, tmp_path):
     worker = {"id": 1, "ip": "127.0.0.1", "port": 1}
     plan = [{"id": "local", "start": 0, "end": 0}, {"id": 1, "start": 0, "end": 1}]
     config = evaluating(alone, tmp_path).with_changes(workers=[worker], shard_plan=plan)
@@ -201,23 +197,21 @@ def test_a_function_for_another_process_is_refused_before_it_starts(alone, tmp_p
     assert "--import" in str(raised.value)
 
 
-def test_an_objective_without_predictions_is_refused(alone: Alone, tmp_path: Path) -> None:
+def test_an_objective_without_predictions_is_refused(alone, tmp_path):
     rows = [{"prompt": "a model", "chosen": " of words", "rejected": " of layers"}] * 4
     config = alone(training={"objective": "dpo", "eval_strategy": "epoch"}, data=None)
     with pytest.raises(ConfigError, match='"dpo", which makes no predictions'):
         train(config, train_dataset=rows, eval_dataset=rows, compute_metrics=Accuracy())
 
 
-def test_what_train_does_not_take_is_refused(alone: Alone) -> None:
+def test_what_train_does_not_take_is_refused(alone):
     with pytest.raises(TypeError, match="unexpected keyword argument 'compute_loss_func'"):
         train(alone(), compute_loss_func=print)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (3, 4), (0, 4), ()])
 @pytest.mark.parametrize("name", ["argmax", "logits"])
-def test_predictions_of_other_rows_are_no_fault_of_the_users_function(
-    shape: tuple[int, ...], name: str
-) -> None:
+def test_predictions_of_other_rows_are_no_fault_of_the_users_function(shape, name):
     metrics, labels = UserMetrics(lambda prediction: {}, cast(Any, None)), [torch.zeros(2, 4)]
     assert metrics.of_set([Outcome(0.0, {name: torch.zeros(2, 4)})], labels, "", ()) == {}
     with pytest.raises(ProtocolError, match="predictions of other rows"):

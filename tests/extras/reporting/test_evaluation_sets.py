@@ -40,7 +40,7 @@ def with_sets(alone: Alone, tmp_path: Path, **training: Any) -> Config:
 
 
 @pytest.mark.long
-def test_each_set_is_logged_and_told_as_by_the_trainer(alone: Alone, tmp_path: Path) -> None:
+def test_each_set_is_logged_and_told_as_by_the_trainer(alone, tmp_path):
     config = with_sets(alone, tmp_path, eval_on_start=True, per_device_eval_batch_size=2)
     ours, other = Recorder(), Recorder()
     summary = train(config, callbacks=[ours])
@@ -61,9 +61,7 @@ def test_each_set_is_logged_and_told_as_by_the_trainer(alone: Alone, tmp_path: P
         pytest.param("steps", "math_loss", marks=pytest.mark.long),
     ],
 )
-def test_the_best_model_by_one_set_is_that_of_the_trainer(
-    metric: str, strategy: str, alone: Alone, tmp_path: Path
-) -> None:
+def test_the_best_model_by_one_set_is_that_of_the_trainer(metric, strategy, alone, tmp_path):
     training = {
         **{"metric_for_best_model": metric, "load_best_model_at_end": True, "warmup_steps": 1},
         **{"save_strategy": strategy, "eval_steps": 1, "save_steps": 1, "max_steps": 8},
@@ -88,7 +86,7 @@ class FailingInASet(TrainerCallback):
 
 
 @pytest.mark.long
-def test_a_run_that_ends_between_two_sets_goes_on_as_if_it_had_not(alone, tmp_path) -> None:
+def test_a_run_that_ends_between_two_sets_goes_on_as_if_it_had_not(alone, tmp_path):
     training = {"metric_for_best_model": "chat_loss", "token_metrics": True}
     whole = with_sets(partial(alone, "whole"), tmp_path, **training)
     train(whole)
@@ -103,7 +101,7 @@ def test_a_run_that_ends_between_two_sets_goes_on_as_if_it_had_not(alone, tmp_pa
 
 
 @pytest.mark.long
-def test_the_sets_are_in_the_records_of_the_run(alone: Alone, tmp_path: Path) -> None:
+def test_the_sets_are_in_the_records_of_the_run(alone, tmp_path):
     config = with_sets(alone, tmp_path)
     train(config)
     metrics = lines(config.output_dir / "metrics.jsonl")
@@ -123,7 +121,7 @@ def test_the_sets_are_in_the_records_of_the_run(alone: Alone, tmp_path: Path) ->
     assert "eval math hard loss" in card
 
 
-def test_sets_come_from_python(alone: Alone) -> None:
+def test_sets_come_from_python(alone):
     rows = [{"text": "a model of words"}, {"text": "the stage holds its layers"}]
     config = alone(training={"eval_strategy": "epoch"}, data=None)
     summary = train(config, train_dataset=rows, eval_dataset={"one": rows, "two": rows[:1]})
@@ -142,12 +140,12 @@ def test_sets_come_from_python(alone: Alone) -> None:
         ({"token": "a"}, "eval_token_loss would be a metric of an only set too"),
     ],
 )
-def test_names_that_clash_or_say_nothing_are_refused(sets: Any, said: str, alone, tmp_path) -> None:
+def test_names_that_clash_or_say_nothing_are_refused(sets, said, alone, tmp_path):
     with pytest.raises(ConfigError, match=said):
         alone(data={"train": "a.jsonl", "eval": sets})
 
 
-def test_a_metric_of_no_set_is_refused_before_the_run(alone: Alone, tmp_path: Path) -> None:
+def test_a_metric_of_no_set_is_refused_before_the_run(alone, tmp_path):
     config = with_sets(alone, tmp_path, metric_for_best_model="loss")
     with pytest.raises(ConfigError, match='"loss", which no evaluation gives') as raised:
         train(config)
@@ -155,7 +153,7 @@ def test_a_metric_of_no_set_is_refused_before_the_run(alone: Alone, tmp_path: Pa
     assert not config.output_dir.exists()
 
 
-def test_an_evaluation_cut_short_between_sets_leaves_no_line(alone, tmp_path, monkeypatch) -> None:
+def test_an_evaluation_cut_short_between_sets_leaves_no_line(alone, tmp_path, monkeypatch):
     from hetero_framework.trainer import coordinator
 
     real = coordinator.Coordinator._evaluated

@@ -27,9 +27,8 @@ from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.observers import Due, Observers, Placement, Watched
 from hetero_framework.trainer.setup import Prepared
 from hetero_framework.trainer.train_state import TrainState
-from tests.alone import Alone
 from tests.cases import seldom
-from tests.hub_server import TOKEN, HubServer, serving_hub
+from tests.hub_server import TOKEN, serving_hub
 from tests.pools import leaving_nothing
 
 PUSHES = {"push_to_hub": True, "hub_model_id": "me/result"}
@@ -37,7 +36,7 @@ SAVES = {"save_strategy": "steps", "save_steps": 1, "hub_private_repo": True}
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub(monkeypatch):
     with leaving_nothing(), serving_hub(monkeypatch) as served:
         yield served
 
@@ -54,7 +53,7 @@ def missing(lines: list[str]) -> list[str]:
     return [line for line in lines if "is not on the hub" in line]
 
 
-def test_the_result_is_uploaded_whole_and_the_token_stays(alone, hub, tmp_path) -> None:
+def test_the_result_is_uploaded_whole_and_the_token_stays(alone, hub, tmp_path):
     config = alone(training=PUSHES)
     summary = train(config)
     assert hub.repositories == {"me/result": contents(summary.files["model"])}
@@ -68,17 +67,17 @@ def test_the_result_is_uploaded_whole_and_the_token_stays(alone, hub, tmp_path) 
     assert json.loads(events[-1])["what"] == "uploaded"
 
 
-def test_the_repository_is_named_after_output_dir(alone: Alone, hub: HubServer) -> None:
+def test_the_repository_is_named_after_output_dir(alone, hub):
     train(alone("lora-1", training={"push_to_hub": True, "hub_private_repo": True}))
     assert hub.private == {"me/lora-1": True}
 
 
-def test_a_branch_is_made_and_gets_the_result(alone: Alone, hub: HubServer) -> None:
+def test_a_branch_is_made_and_gets_the_result(alone, hub):
     train(alone(training={**PUSHES, "hub_revision": "trial"}))
     assert [revision for revision, *_ in hub.commits] == ["trial"]
 
 
-def test_the_newest_checkpoint_is_uploaded_and_resumed(alone, hub, tmp_path) -> None:
+def test_the_newest_checkpoint_is_uploaded_and_resumed(alone, hub, tmp_path):
     config = alone(training={**PUSHES, **SAVES, "hub_strategy": "checkpoint"})
     hub.repositories["me/result"], hub.private["me/result"] = {"last-checkpoint/old": b""}, True
     summary = train(config)
@@ -95,14 +94,14 @@ def test_the_newest_checkpoint_is_uploaded_and_resumed(alone, hub, tmp_path) -> 
     assert len(train(again, resume="latest").losses) == 1
 
 
-def test_all_checkpoints_have_folders_of_their_own(alone: Alone, hub: HubServer) -> None:
+def test_all_checkpoints_have_folders_of_their_own(alone, hub):
     config = alone(training={**PUSHES, **SAVES, "hub_strategy": "all_checkpoints"})
     train(config)
     arrived = {path.partition("/")[0] for path in hub.repositories["me/result"] if "/" in path}
     assert "step_4" in arrived <= {"step_1", "step_2", "step_3", "step_4"}
 
 
-def test_a_public_repository_gets_no_checkpoint(alone: Alone, hub: HubServer) -> None:
+def test_a_public_repository_gets_no_checkpoint(alone, hub):
     more = {"hub_strategy": "checkpoint", "hub_private_repo": None}
     config = alone(training={**PUSHES, **SAVES, **more})
     summary = train(config)
@@ -113,7 +112,7 @@ def test_a_public_repository_gets_no_checkpoint(alone: Alone, hub: HubServer) ->
 
 
 @pytest.mark.parametrize("fail", seldom((401, 403, 500, "close"), 401, 403, 500))
-def test_a_hub_that_refuses_costs_no_step_and_is_told(alone, hub, fail: int | str) -> None:
+def test_a_hub_that_refuses_costs_no_step_and_is_told(alone, hub, fail):
     usual = train(alone("usual", training=SAVES))
     hub.fail = fail
     config = alone(training={**PUSHES, **SAVES, "hub_strategy": "checkpoint"})
@@ -129,14 +128,14 @@ def test_a_hub_that_refuses_costs_no_step_and_is_told(alone, hub, fail: int | st
     assert not [file for file in files if TOKEN.encode() in file.read_bytes()]
 
 
-def test_a_hub_that_is_away_is_told(alone, hub, monkeypatch) -> None:
+def test_a_hub_that_is_away_is_told(alone, hub, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     config = alone(training=PUSHES)
     assert train(config).steps == 4
     assert len(missing(log_of(config))) == 2
 
 
-def test_a_hub_that_hangs_slows_no_step_and_is_left(alone, hub, monkeypatch) -> None:
+def test_a_hub_that_hangs_slows_no_step_and_is_left(alone, hub, monkeypatch):
     """It is asked before the first step; time passes for uploads when there are no more steps."""
     hub.fail = "hang"
     monkeypatch.setattr(timeouts, "UPLOAD_S", 2.0)
@@ -177,9 +176,7 @@ def saved(store: CheckpointStore, step: int) -> TrainState:
     return TrainState(step=step)
 
 
-def test_a_checkpoint_stays_while_it_is_uploaded_and_a_newer_one_is_next(
-    alone: Alone, hub: HubServer, logged: list[str]
-) -> None:
+def test_a_checkpoint_stays_while_it_is_uploaded_and_a_newer_one_is_next(alone, hub, logged):
     hub.fail = "hang"
     limits = {"save_total_limit": 1, "hub_strategy": "checkpoint"}
     config = alone(training={**PUSHES, **SAVES, **limits})
@@ -203,7 +200,7 @@ def test_a_checkpoint_stays_while_it_is_uploaded_and_a_newer_one_is_next(
     assert missing(logged) == []
 
 
-def test_a_run_that_is_stopped_or_fails_leaves_its_uploads(alone, hub, logged) -> None:
+def test_a_run_that_is_stopped_or_fails_leaves_its_uploads(alone, hub, logged):
     hub.fail = "hang"
     config = alone(training={**PUSHES, **SAVES, "hub_strategy": "checkpoint"})
     began = time.monotonic()
@@ -222,7 +219,7 @@ def test_a_run_that_is_stopped_or_fails_leaves_its_uploads(alone, hub, logged) -
     ]
 
 
-def test_an_island_that_does_not_save_uploads_nothing(alone: Alone, hub: HubServer) -> None:
+def test_an_island_that_does_not_save_uploads_nothing(alone, hub):
     with observer(alone(training=PUSHES)) as pushing:
         pushing._next = []
         pushing.trained(TrainState(), Due(is_saver=False))
@@ -230,7 +227,7 @@ def test_an_island_that_does_not_save_uploads_nothing(alone: Alone, hub: HubServ
     assert not hub.is_asked.is_set()
 
 
-def test_a_process_that_cannot_be_started_is_told(alone, hub, monkeypatch) -> None:
+def test_a_process_that_cannot_be_started_is_told(alone, hub, monkeypatch):
     monkeypatch.setattr(uploads.sys, "executable", "/does/not/exist")
     config = alone(training=PUSHES)
     assert train(config).steps == 4
@@ -238,7 +235,7 @@ def test_a_process_that_cannot_be_started_is_told(alone, hub, monkeypatch) -> No
 
 
 @pytest.fixture
-def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def online(monkeypatch, tmp_path):
     """A machine that may ask the hub, and has no token."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
         monkeypatch.delenv(name, raising=False)
@@ -255,9 +252,7 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("run", {"hub_model_id": "a/b/c"}, "'a/b/c' is no name on the hub", "OWNER/NAME"),
     ],
 )
-def test_what_is_missing_is_said_before_the_run(
-    alone: Alone, output: str, settings: dict[str, Any], message: str, hint: str
-) -> None:
+def test_what_is_missing_is_said_before_the_run(alone, output, settings, message, hint):
     config = alone(output, training={"push_to_hub": True, **settings})
     with pytest.raises(ConfigError, match=message) as caught:
         train(config)
@@ -267,7 +262,7 @@ def test_what_is_missing_is_said_before_the_run(
 
 
 @pytest.mark.usefixtures("online")
-def test_offline_mode_and_a_token(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_and_a_token(alone, monkeypatch):
     config = alone(training={"push_to_hub": True})
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     check(config)
@@ -277,7 +272,7 @@ def test_offline_mode_and_a_token(alone: Alone, monkeypatch: pytest.MonkeyPatch)
         check(config)
 
 
-def test_the_process_imports_no_torch() -> None:
+def test_the_process_imports_no_torch():
     code = "import sys, hetero_framework.extras.reporting.hub_upload\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

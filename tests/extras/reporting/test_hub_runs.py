@@ -22,7 +22,7 @@ WATCH = (
 
 
 @pytest.fixture
-def configuration(tmp_path: Path, llama: Path, texts: Path) -> Path:
+def configuration(tmp_path, llama, texts):
     pushes = {"push_to_hub": True, "hub_strategy": "checkpoint", "hub_private_repo": True}
     saves = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     config = {
@@ -49,7 +49,7 @@ def train(file: Path, **environment: str) -> tuple[int, str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("fail", [None, 500])
-def test_a_run_ends_with_its_result_whatever_the_hub_does(configuration, fail: int | None) -> None:
+def test_a_run_ends_with_its_result_whatever_the_hub_does(configuration, fail):
     output = configuration.with_name("lora")
     with HubServer() as hub:
         hub.fail = fail
@@ -73,7 +73,7 @@ def test_a_run_ends_with_its_result_whatever_the_hub_does(configuration, fail: i
     assert json.loads(arrived["last-checkpoint/manifest.json"])["step"] == 3
 
 
-def test_a_machine_without_a_token_is_told_before_the_run(configuration: Path) -> None:
+def test_a_machine_without_a_token_is_told_before_the_run(configuration):
     empty = {"HF_TOKEN": "", "HF_HOME": str(configuration.parent), "HF_HUB_OFFLINE": "0"}
     code, said = train(configuration, **empty)
     assert (code, configuration.with_name("lora").exists()) == (2, False)

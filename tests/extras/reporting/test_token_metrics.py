@@ -82,7 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")
 @pytest.mark.parametrize("case", seldom(CASES, "an_odd_rest", "smoothed"))
-def test_metrics_are_those_of_sft_trainer(case: str, alone: Alone, tmp_path: Path) -> None:
+def test_metrics_are_those_of_sft_trainer(case, alone, tmp_path):
     training, data = CASES[case]
     config, ours = measured(alone, tmp_path, training, **data), Recorder()
     train(config, callbacks=[ours])
@@ -92,7 +92,7 @@ def test_metrics_are_those_of_sft_trainer(case: str, alone: Alone, tmp_path: Pat
     compare(ours.state, other)
 
 
-def test_the_best_model_is_that_of_sft_trainer(alone: Alone, tmp_path: Path) -> None:
+def test_the_best_model_is_that_of_sft_trainer(alone, tmp_path):
     training = {
         **{"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_strategy": "steps"},
         **{"max_steps": 6, "learning_rate": 0.3, "warmup_steps": 1, "save_total_limit": 1},
@@ -106,7 +106,7 @@ def test_the_best_model_is_that_of_sft_trainer(alone: Alone, tmp_path: Path) -> 
     assert steps_of(config) == {other.best_global_step}
 
 
-def test_nothing_else_changes_and_nothing_is_measured_unasked(alone: Alone, tmp_path: Path) -> None:
+def test_nothing_else_changes_and_nothing_is_measured_unasked(alone, tmp_path):
     training = {"loss_chunk_tokens": 16, "eval_strategy": "epoch"}
     config, plain = (
         measured(partial(alone, name), tmp_path, {**training, **more})
@@ -122,7 +122,7 @@ def test_nothing_else_changes_and_nothing_is_measured_unasked(alone: Alone, tmp_
     assert model_of(config) == model_of(plain)
 
 
-def test_a_resumed_run_logs_what_an_uninterrupted_one_does(alone: Alone, tmp_path: Path) -> None:
+def test_a_resumed_run_logs_what_an_uninterrupted_one_does(alone, tmp_path):
     training = {"logging_steps": 3}
     config, ours, whole = measured(alone, tmp_path, training), Recorder(), Recorder()
     with contextlib.suppress(CallbackError):

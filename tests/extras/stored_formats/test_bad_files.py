@@ -81,7 +81,7 @@ CASES: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tensors_that_do_not_belong_together_are_named(case: str, dense, tmp_path) -> None:
+def test_tensors_that_do_not_belong_together_are_named(case, dense, tmp_path):
     form, change, reason = CASES[case]
     folder = tmp_path / "stored"
     stored(form, dense, folder)
@@ -97,7 +97,7 @@ def test_tensors_that_do_not_belong_together_are_named(case: str, dense, tmp_pat
 
 
 @pytest.mark.parametrize("size", ["x", [128], [0, 128], [128, "x"]])
-def test_blocks_that_are_no_sizes_are_refused(size: Any, dense, tmp_path) -> None:
+def test_blocks_that_are_no_sizes_are_refused(size, dense, tmp_path):
     stored(BLOCKS, dense, tmp_path / "stored")
     set_quantization(tmp_path / "stored", weight_block_size=size)
     with pytest.raises(ModelError, match=r"has weight_block_size .* in its quantization_config"):
@@ -111,9 +111,7 @@ def test_blocks_that_are_no_sizes_are_refused(size: Any, dense, tmp_path) -> Non
         ("modelopt fp8", torch.bfloat16, r"weight_scale, and config\.json has no quantization"),
     ],
 )
-def test_eight_bits_without_their_settings_are_refused(
-    form: str, dtype: torch.dtype, said: str, dense: dict[str, Path], tmp_path: Path
-) -> None:
+def test_eight_bits_without_their_settings_are_refused(form, dtype, said, dense, tmp_path):
     folder = tmp_path / "stored"
     stored(form, dense, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -129,7 +127,7 @@ def set_quantization(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_what_becomes_of_the_weights_is_said_without_a_download(dense, tmp_path) -> None:
+def test_what_becomes_of_the_weights_is_said_without_a_download(dense, tmp_path):
     stored(BLOCKS, dense, tmp_path / "stored")
     model = ModelConfig(name_or_path="stored", dtype="float32")
     (line,) = ModelSource(model, tmp_path).stored_lines()

@@ -117,7 +117,7 @@ def full(dense: Path, folder: Path, weights: dict[str, Tensor], dtype: torch.dty
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
-def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dense(request, tmp_path_factory):
     """A checkpoint in full precision."""
     torch.manual_seed(0)
     config = {"llama": LLAMA, "qwen3_moe": QWEN3_MOE}[request.param]
@@ -129,9 +129,7 @@ def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.filterwarnings("ignore:You passed .quantization_config.:UserWarning")
 @pytest.mark.parametrize("dtype", seldom((torch.float32, torch.bfloat16), torch.float32))
 @pytest.mark.parametrize("form", FORMATS)
-def test_weights_are_those_of_the_library(
-    form: str, dtype: torch.dtype, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_those_of_the_library(form, dtype, dense, tmp_path, monkeypatch):
     monkeypatch.setattr("hetero_framework.extras.stored_formats.form._NUMBERS_AT_ONCE", 1)
     name, args = FORMATS[form]
     store = partial(beside, form=name, args=args)
@@ -162,7 +160,7 @@ def read(dense: Path, folder: Path, given: dict[str, Any], store: Any) -> dict[s
     return held
 
 
-def test_each_group_has_a_format_of_its_own(dense: Path, tmp_path: Path) -> None:
+def test_each_group_has_a_format_of_its_own(dense, tmp_path):
     groups = {
         "int4 with zeros": ["re:.*self_attn\\.(q|k)_proj$"],
         "nvfp4": ["model.layers.1.self_attn.o_proj"],
@@ -191,7 +189,7 @@ def test_each_group_has_a_format_of_its_own(dense: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-def test_inputs_may_be_of_groups_that_do_not_lie_in_a_row(zeros: bool, dense, tmp_path) -> None:
+def test_inputs_may_be_of_groups_that_do_not_lie_in_a_row(zeros, dense, tmp_path):
     args = INT4 | {"symmetric": not zeros}
 
     def store(name: str, tensor: Tensor) -> Any:
@@ -227,7 +225,7 @@ def test_inputs_may_be_of_groups_that_do_not_lie_in_a_row(zeros: bool, dense, tm
         shards(tmp_path / "short", torch.bfloat16)
 
 
-def test_zeros_may_be_stored_one_by_one(dense: Path, tmp_path: Path) -> None:
+def test_zeros_may_be_stored_one_by_one(dense, tmp_path):
     args = INT4 | {"symmetric": False}
 
     def store(name: str, tensor: Tensor) -> Any:
@@ -241,7 +239,7 @@ def test_zeros_may_be_stored_one_by_one(dense: Path, tmp_path: Path) -> None:
     read(dense, tmp_path / "x", settings(("pack-quantized", args, ["Linear"])), store)
 
 
-def test_the_last_rows_may_be_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_rows_may_be_few(tmp_path, monkeypatch):
     monkeypatch.setattr("hetero_framework.extras.stored_formats.form._NUMBERS_AT_ONCE", 1)
     config = LlamaConfig(**LLAMA.to_diff_dict() | {"intermediate_size": 10 * 32 + 8})
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "d")
@@ -253,9 +251,7 @@ def test_the_last_rows_may_be_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     read(tmp_path / "d", tmp_path / "x", settings((form, args, ["Linear"])), store)
 
 
-def test_full_weights_may_have_the_scales_beside_them_that_they_were_trained_for(
-    dense: Path, tmp_path: Path
-) -> None:
+def test_full_weights_may_have_the_scales_beside_them_that_they_were_trained_for(dense, tmp_path):
     def store(name: str, tensor: Tensor) -> Any:
         scale = {name.removesuffix(".weight") + ".weight_scale": torch.ones(1)}
         return ({name: tensor} | scale, tensor) if writing.is_linear(name) else None
@@ -265,7 +261,7 @@ def test_full_weights_may_have_the_scales_beside_them_that_they_were_trained_for
     read(dense, tmp_path / "x", given, store)
 
 
-def test_a_missing_package_is_named_with_the_pip_line(dense, tmp_path, monkeypatch) -> None:
+def test_a_missing_package_is_named_with_the_pip_line(dense, tmp_path, monkeypatch):
     given = settings(("float-quantized", FP8 | {"strategy": "tensor"}, ["Linear"]))
     writing.rewrite(dense, tmp_path / "x", given, lambda *_: None)
     for here in (None, "0.15.0.1"):
@@ -287,9 +283,7 @@ def test_a_missing_package_is_named_with_the_pip_line(dense, tmp_path, monkeypat
         ({"config_groups": None}, "is none of compressed-tensors: AttributeError"),
     ],
 )
-def test_a_format_that_the_library_does_not_read_is_named(
-    change: dict[str, Any], why: str, dense: Path, tmp_path: Path
-) -> None:
+def test_a_format_that_the_library_does_not_read_is_named(change, why, dense, tmp_path):
     given = settings(("float-quantized", FP8 | {"strategy": "tensor"}, ["Linear"])) | change
     writing.rewrite(dense, tmp_path / "x", given, lambda *_: None)
     with pytest.raises(ModelError, match=why):
@@ -308,9 +302,7 @@ def test_a_format_that_the_library_does_not_read_is_named(
         ("nvfp4", "global_scale", lambda t: t * float("nan"), "zero, infinite or NaN"),
     ],
 )
-def test_tensors_that_do_not_belong_together_are_named(
-    form: str, part: str, change: Any, why: str, dense: Path, tmp_path: Path
-) -> None:
+def test_tensors_that_do_not_belong_together_are_named(form, part, change, why, dense, tmp_path):
     name, args = FORMATS[form]
 
     def store(key: str, tensor: Tensor) -> Any:

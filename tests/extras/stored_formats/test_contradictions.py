@@ -184,7 +184,7 @@ def weight(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_a_contradiction_is_refused_by_name(case: int, dense, tmp_path) -> None:
+def test_a_contradiction_is_refused_by_name(case, dense, tmp_path):
     form, what, change = CASES[case]
     rewritten(form, what, change, dense, tmp_path / "x")
     with pytest.raises(ModelError) as caught:
@@ -213,7 +213,7 @@ SAME: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("case", range(len(SAME)))
-def test_settings_that_agree_read_the_same_weights(case: int, dense, tmp_path) -> None:
+def test_settings_that_agree_read_the_same_weights(case, dense, tmp_path):
     form, settings = SAME[case]
     meant = rewritten(form, "", settings, dense, tmp_path / "x")
     made = weight(tmp_path / "x")
@@ -221,7 +221,7 @@ def test_settings_that_agree_read_the_same_weights(case: int, dense, tmp_path) -
 
 
 @pytest.mark.parametrize("inputs", [320, 336])
-def test_the_last_group_of_inputs_may_be_smaller(inputs: int, tmp_path: Path) -> None:
+def test_the_last_group_of_inputs_may_be_smaller(inputs, tmp_path):
     numbers = torch.randint(0, 16, (inputs, 64), generator=torch.Generator().manual_seed(0))
     scales = torch.rand(3, 64).half() + 0.5
     order = torch.arange(inputs) // 128
@@ -239,9 +239,7 @@ def test_the_last_group_of_inputs_may_be_smaller(inputs: int, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("scales", "along"), [((2, 1, 96), 2), ((2, 96, 1), 2), ((2, 64, 1), 1), ((2, 64), 1)]
 )
-def test_experts_of_fbgemm_have_scales_of_their_rows_or_columns(
-    scales: tuple[int, ...], along: int, tmp_path: Path
-) -> None:
+def test_experts_of_fbgemm_have_scales_of_their_rows_or_columns(scales, along, tmp_path):
     values = torch.randn(2, 64, 96).to(torch.float8_e4m3fn)
     factors = torch.rand(scales) + 0.1
     save_file({E: values, f"{E}_scale": factors}, tmp_path / "model.safetensors", {"format": "pt"})

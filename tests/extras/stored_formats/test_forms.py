@@ -126,7 +126,7 @@ FORMS: dict[str, tuple[dict[str, Any], Store]] = {
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def dense(tmp_path_factory):
     """Checkpoints in full precision."""
     folders = {}
     for name, config in {"llama": LLAMA, "gpt_oss": GPT_OSS}.items():
@@ -160,9 +160,7 @@ def shards(folder: Path, dtype: torch.dtype, *starts: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
-def test_shards_hold_the_weights_that_the_files_stand_for(
-    form: str, dtype: torch.dtype, dense: dict[str, Path], tmp_path: Path
-) -> None:
+def test_shards_hold_the_weights_that_the_files_stand_for(form, dtype, dense, tmp_path):
     weights = stored(form, dense, tmp_path / "stored")
     held = shards(tmp_path / "stored", dtype, 1, 2)
     assert weights.keys() <= held.keys()
@@ -178,9 +176,7 @@ def test_shards_hold_the_weights_that_the_files_stand_for(
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_those_of_the_library(
-    form: str, how: Any, dtype: torch.dtype, dense: dict[str, Path], tmp_path: Path
-) -> None:
+def test_weights_are_those_of_the_library(form, how, dtype, dense, tmp_path):
     stored(form, dense, tmp_path / "stored")
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path / "stored", quantization_config=how, dtype=dtype
@@ -190,14 +186,14 @@ def test_weights_are_those_of_the_library(
         assert torch.equal(held[name], weight), name
 
 
-def test_a_form_that_nobody_knows_is_named_with_those_that_are_known(dense, tmp_path) -> None:
+def test_a_form_that_nobody_knows_is_named_with_those_that_are_known(dense, tmp_path):
     writing.rewrite(dense["llama"], tmp_path / "x", {"quant_method": "hqq"}, lambda *_: None)
     with pytest.raises(ModelError, match="'hqq', which cannot be read here; known are bitsandb"):
         read_config(str(tmp_path / "x"), None)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_zeros_of_gptq_are_less_one_even_those_of_0(bits: int) -> None:
+def test_zeros_of_gptq_are_less_one_even_those_of_0(bits):
     most = (1 << bits) - 1
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(0, most + 1, (64, 32), generator=generator)
@@ -227,15 +223,13 @@ def test_zeros_of_gptq_are_less_one_even_those_of_0(bits: int) -> None:
         ),
     ],
 )
-def test_settings_that_cannot_be_read_are_named(
-    settings: dict[str, Any], why: str, dense: dict[str, Path], tmp_path: Path
-) -> None:
+def test_settings_that_cannot_be_read_are_named(settings, why, dense, tmp_path):
     writing.rewrite(dense["llama"], tmp_path / "x", settings, lambda *_: None)
     with pytest.raises(ModelError, match=why):
         Checkpoint(str(tmp_path / "x"))
 
 
-def test_numbers_of_eight_and_four_bits_are_those_of_torch() -> None:
+def test_numbers_of_eight_and_four_bits_are_those_of_torch():
     codes = torch.arange(256, dtype=torch.uint8)
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         finite = codes[codes.view(dtype).float().isfinite()].view(dtype)
@@ -248,7 +242,7 @@ def test_numbers_of_eight_and_four_bits_are_those_of_torch() -> None:
     assert torch.equal(made.view(torch.int32), both.view(torch.int32))
 
 
-def test_the_page_has_every_form() -> None:
+def test_the_page_has_every_form():
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
     table = page.partition("## Checkpoints in fewer bits")[2].partition("##")[0]
     assert [name for name in registry.names("stored_formats") if f"`{name}`" not in table] == []

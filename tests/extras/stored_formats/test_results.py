@@ -36,9 +36,7 @@ def packed(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_quantising_anew_is_bitsandbytes_quantisation_of_the_full_weights(
-    kind: str, tmp_path: Path
-) -> None:
+def test_quantising_anew_is_bitsandbytes_quantisation_of_the_full_weights(kind, tmp_path):
     stored, full = saved("fp8 by row", tmp_path)
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     nf4 |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
@@ -58,7 +56,7 @@ def test_quantising_anew_is_bitsandbytes_quantisation_of_the_full_weights(
 
 
 @pytest.mark.parametrize("case", ["fp8 by tensor", "mxfp4"])
-def test_merging_and_loading_use_the_full_weights(case: str, tmp_path: Path) -> None:
+def test_merging_and_loading_use_the_full_weights(case, tmp_path):
     stored, full = saved(case, tmp_path)
     settings = AdapterConfig(target_modules=("q_proj", "v_proj"))
     adapter = saved_adapter(stored, tmp_path / "adapter", settings, layers=6)
@@ -85,7 +83,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return dict(load_cleanly(folder).state_dict())
 
 
-def test_a_full_result_has_full_weights_and_resumes_to_the_bit(alone, tmp_path) -> None:
+def test_a_full_result_has_full_weights_and_resumes_to_the_bit(alone, tmp_path):
     stored, full = saved("fp8 by tensor", tmp_path)
     training = {"save_strategy": "steps", "save_steps": 2}
 

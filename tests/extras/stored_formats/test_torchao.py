@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,7 +69,7 @@ for dtype in (torch.bfloat16, torch.float32):
         *("float8", "float8 with int8 in places"),
     ],
 )
-def test_weights_are_those_of_the_library(form: str, tmp_path, monkeypatch) -> None:
+def test_weights_are_those_of_the_library(form, tmp_path, monkeypatch):
     subprocess.run([sys.executable, "-c", WRITE, str(tmp_path), form], check=True)
     monkeypatch.setattr("hetero_framework.extras.stored_formats.form._NUMBERS_AT_ONCE", 50)
     for dtype in (torch.bfloat16, torch.float32):
@@ -95,9 +94,7 @@ def test_weights_are_those_of_the_library(form: str, tmp_path, monkeypatch) -> N
         ({"_act_pre_scale": torch.ones(192)}, "are scaled by another tensor"),
     ],
 )
-def test_tensors_that_do_not_belong_together_are_named(
-    change: dict[str, Any], why: str, tmp_path: Path
-) -> None:
+def test_tensors_that_do_not_belong_together_are_named(change, why, tmp_path):
     AutoModelForCausalLM.from_config(LLAMA, dtype=torch.bfloat16).save_pretrained(tmp_path / "d")
 
     def store(name: str, tensor: torch.Tensor) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import save_file
@@ -66,8 +65,8 @@ def saved(case: str, folder: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("is_full", seldom((False, True), True), ids=["lora", "full"])
 @pytest.mark.parametrize("case", seldom(CASES, *SELDOM))
 def test_training_from_a_stored_form_equals_one_process_and_the_full_weights(
-    case: str, is_full: bool, losses: Any, texts: Path, tmp_path: Path
-) -> None:
+    case, is_full, losses, texts, tmp_path
+):
     stored, full = saved(case, tmp_path)
     adapter, sections = None, {}
     if not is_full:

@@ -20,7 +20,7 @@ SHARDS = [40, 7, 25, 1, 33]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "BLOCK_ROWS", 16)
     for number, count in enumerate(SHARDS):
         rows = [{"text": f"{number}-{k}"} for k in range(count)]
@@ -81,7 +81,7 @@ ALL = {**{name: (train, {}) for name, train in SOURCES.items()}, **MIXTURES}
 
 @pytest.mark.parametrize("order", ["random", "sequential"])
 @pytest.mark.parametrize("name", ALL)
-def test_resumes_give_the_rows_of_a_run_without(name: str, order: str, folder: Path) -> None:
+def test_resumes_give_the_rows_of_a_run_without(name, order, folder):
     train, mixing = ALL[name]
 
     def from_state(state: Any) -> Any:
@@ -99,7 +99,7 @@ def test_resumes_give_the_rows_of_a_run_without(name: str, order: str, folder: P
         assert [(state[:3], texts) for state, texts in found[:120]] == whole
 
 
-def test_rows_in_order_are_those_of_datasets(folder: Path) -> None:
+def test_rows_in_order_are_those_of_datasets(folder):
     files, cache = str(folder / "s*.jsonl"), str(folder / "cache")
     how = {"split": "train", "streaming": True, "cache_dir": cache}
     there = datasets.load_dataset("json", data_files=files, **how)
@@ -108,7 +108,7 @@ def test_rows_in_order_are_those_of_datasets(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_each_epoch_has_each_row_once_in_an_order_of_its_own(name: str, folder: Path) -> None:
+def test_each_epoch_has_each_row_once_in_an_order_of_its_own(name, folder):
     one, two = epochs(rows(folder, SOURCES[name]), 2)
     [plain] = epochs(rows(folder, SOURCES[name], order="sequential"), 1)
     assert sorted(one) == sorted(two) == sorted(plain)
@@ -116,7 +116,7 @@ def test_each_epoch_has_each_row_once_in_an_order_of_its_own(name: str, folder: 
 
 
 @pytest.mark.parametrize("until", [name for name, about in MIXTURES.items() if about[1]])
-def test_mixtures_are_those_of_interleave_datasets(until: str, folder: Path) -> None:
+def test_mixtures_are_those_of_interleave_datasets(until, folder):
     train, mixing = MIXTURES[until]
     [found] = epochs(rows(folder, train, order="sequential", **mixing), 1)
     texts = [[f"0-{k}" for k in range(40)] + [f"1-{k}" for k in range(7)]]
@@ -130,13 +130,13 @@ def test_mixtures_are_those_of_interleave_datasets(until: str, folder: Path) -> 
     assert found == [row["text"] for row in there]
 
 
-def test_the_first_rows_of_a_source_are_the_same_in_each_epoch(folder: Path) -> None:
+def test_the_first_rows_of_a_source_are_the_same_in_each_epoch(folder):
     one, two = epochs(rows(folder, *MIXTURES["first rows"][:1]), 2)
     assert sorted(one) == sorted(two)
     assert len(one) == 44 + 70
 
 
-def test_rows_are_shuffled_within_blocks(folder: Path) -> None:
+def test_rows_are_shuffled_within_blocks(folder):
     [found] = epochs(rows(folder, "s0.jsonl"), 1)
     blocks = [found[:16], found[16:32], found[32:]]
     numbers = [[int(text.partition("-")[2]) for text in block] for block in blocks]
@@ -145,20 +145,20 @@ def test_rows_are_shuffled_within_blocks(folder: Path) -> None:
     assert [k - 16 for k in numbers[1]] != numbers[0]
 
 
-def test_a_block_ends_where_its_text_is_long(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_ends_where_its_text_is_long(folder, monkeypatch):
     monkeypatch.setattr(reading, "BLOCK_CHARACTERS", 50)
     write_jsonl(folder / "long.jsonl", [{"text": "x" * 60}, {"text": "y"}, {"text": "z" * 60}])
     states = [state for state, _ in islice(rows(folder, "long.jsonl"), 3)]
     assert [(epoch, block) for epoch, block, *_ in states] == [(0, 0), (0, 1), (1, 0)]
 
 
-def test_the_state_of_a_dataset_before_a_row_is_the_loaded_one(folder: Path) -> None:
+def test_the_state_of_a_dataset_before_a_row_is_the_loaded_one(folder):
     state = list(islice(rows(folder, "saved"), 8))[-1][0]
     assert state[3] is not None  # beyond the first block
     assert next(rows(folder, "saved", state))[0] == state
 
 
-def test_a_name_on_the_hub_is_streamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_on_the_hub_is_streamed(folder, monkeypatch):
     asked = []
     load = datasets.load_dataset
 
@@ -181,7 +181,7 @@ def test_a_name_on_the_hub_is_streamed(folder: Path, monkeypatch: pytest.MonkeyP
     [(lambda file: file.write_text('{"text": "x"}\n' * 25), "changed"), (Path.unlink, "vanished")],
     ids=["changed", "vanished"],
 )
-def test_a_shard_that_is_not_as_it_was_is_named(deed: Any, word: str, folder: Path) -> None:
+def test_a_shard_that_is_not_as_it_was_is_named(deed, word, folder):
     found = rows(folder, "s*.jsonl", order="sequential")
     next(found)
     deed(folder / "s2.jsonl")
@@ -189,7 +189,7 @@ def test_a_shard_that_is_not_as_it_was_is_named(deed: Any, word: str, folder: Pa
         epochs(found, 1)
 
 
-def test_slices_are_refused(folder: Path) -> None:
+def test_slices_are_refused(folder):
     with pytest.raises(DataError, match="has no slices"):
         next(rows(folder, "s0.jsonl", train_split="train[:10]"))
     with pytest.raises(DataError, match="only 'train'"):

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import datasets
@@ -35,7 +34,7 @@ Settings, Load = Callable[..., Config], Callable[..., TrainData]
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path):
     """The configuration of a stream of five shards of 40 rows, in steps of 8."""
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     for shard in range(5):
@@ -70,12 +69,12 @@ class _Here:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
+def here(monkeypatch):
     monkeypatch.setattr(rows_module, "_ReadingProcess", _Here)
 
 
 @pytest.fixture
-def load(settings: Settings) -> Iterator[Load]:
+def load(settings):
     """Streams of such a configuration, to end after the test."""
     found: list[TrainData] = []
 
@@ -103,7 +102,7 @@ def same(one: TrainData, other: TrainData, steps: Any) -> bool:
     )
 
 
-def test_examples_are_those_of_the_files(load: Load) -> None:
+def test_examples_are_those_of_the_files(load):
     stream = load()
     whole = load(streaming=False)
     epoch = [stream.examples[k] for k in range(200)]
@@ -119,7 +118,7 @@ def test_examples_are_those_of_the_files(load: Load) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_step_is_a_function_of_its_number(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_a_function_of_its_number(load, monkeypatch):
     whole = load()
     other = load()
     assert same(whole, other, range(40))
@@ -133,7 +132,7 @@ def test_a_step_is_a_function_of_its_number(load: Load, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("here")
-def test_a_state_of_any_step_goes_on_there(load: Load) -> None:
+def test_a_state_of_any_step_goes_on_there(load):
     whole = load()
     states = {0: json.loads(json.dumps(whole.state))}
     for step in range(90):
@@ -150,7 +149,7 @@ def test_a_state_of_any_step_goes_on_there(load: Load) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_the_longest_example_is_made_up(load: Load) -> None:
+def test_the_longest_example_is_made_up(load):
     data = load(pad_to_multiple_of=20)
     largest = data.largest_batch(3)
     assert largest[0] == STEPS
@@ -159,7 +158,7 @@ def test_the_longest_example_is_made_up(load: Load) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_columns_and_completions_are_read_as_of_files(load: Load, tmp_path: Path) -> None:
+def test_columns_and_completions_are_read_as_of_files(load, tmp_path):
     rows = [{"question": f"fox {k}", "completion": "over the dog"} for k in range(30)]
     write_jsonl(tmp_path / "pairs.jsonl", rows)
     about = {"train": "pairs.jsonl", "columns": {"prompt": "question"}}
@@ -172,7 +171,7 @@ def test_columns_and_completions_are_read_as_of_files(load: Load, tmp_path: Path
 
 
 @pytest.mark.usefixtures("here")
-def test_rows_without_a_token_to_learn_are_left_out_and_counted(load, tmp_path, logged) -> None:
+def test_rows_without_a_token_to_learn_are_left_out_and_counted(load, tmp_path, logged):
     rows = [{"text": "fox " * 40}, {"text": ""}, {"text": "dog"}]
     write_jsonl(tmp_path / "s0.jsonl", rows)
     data = load(train="s0.jsonl", add_eos=False)
@@ -183,13 +182,13 @@ def test_rows_without_a_token_to_learn_are_left_out_and_counted(load, tmp_path, 
 
 
 @pytest.mark.usefixtures("here")
-def test_an_epoch_that_teaches_nothing_is_refused(load: Load, tmp_path: Path) -> None:
+def test_an_epoch_that_teaches_nothing_is_refused(load, tmp_path):
     write_jsonl(tmp_path / "s0.jsonl", [{"text": ""}] * 3)
     with pytest.raises(DataError, match="none of the 3 examples of an epoch has a token"):
         load(train="s0.jsonl")
 
 
-def test_a_process_that_is_killed_is_a_data_error(load: Load) -> None:
+def test_a_process_that_is_killed_is_a_data_error(load):
     data = load(training={"max_steps": 10**6})
     os.kill(pid_of(data), signal.SIGKILL)
     ended = r"the process that reads the stream ended \(signal SIGKILL"
@@ -198,7 +197,7 @@ def test_a_process_that_is_killed_is_a_data_error(load: Load) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGSTOP")
-def test_a_process_that_does_nothing_is_a_data_error(load, monkeypatch) -> None:
+def test_a_process_that_does_nothing_is_a_data_error(load, monkeypatch):
     data = load(training={"max_steps": 10**6})
     os.kill(pid_of(data), signal.SIGSTOP)
     monkeypatch.setattr(rows_module, "_PATIENCE_S", 0.2)
@@ -206,7 +205,7 @@ def test_a_process_that_does_nothing_is_a_data_error(load, monkeypatch) -> None:
         all(data.step_batches(step) for step in range(10**6))
 
 
-def test_a_damaged_shard_is_named(load: Load, tmp_path: Path) -> None:
+def test_a_damaged_shard_is_named(load, tmp_path):
     packed = gzip.compress((tmp_path / "s0.jsonl").read_bytes() * 50)
     (tmp_path / "t0.jsonl.gz").write_bytes(packed[: len(packed) // 2])
     with pytest.raises(DataError, match=r"t0\.jsonl\.gz: damaged gzip file"):
@@ -214,7 +213,7 @@ def test_a_damaged_shard_is_named(load: Load, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_bad_row_is_named(load: Load, tmp_path: Path) -> None:
+def test_a_bad_row_is_named(load, tmp_path):
     write_jsonl(tmp_path / "s0.jsonl", [{"text": "fox"}, {"text": 3}])
     with pytest.raises(DataError, match=r"s0\.jsonl:2"):
         load(train="s0.jsonl")
@@ -223,7 +222,7 @@ def test_a_bad_row_is_named(load: Load, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_resume_with_another_shard_is_refused(load: Load, tmp_path: Path) -> None:
+def test_a_resume_with_another_shard_is_refused(load, tmp_path):
     state = load().state
     os.utime(tmp_path / "s3.jsonl", ns=(0, 0))  # a copy elsewhere, say
     load().restore(state)
@@ -239,14 +238,14 @@ def test_a_resume_with_another_shard_is_refused(load: Load, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("here")
-def test_the_fingerprint_is_that_of_the_settings(load: Load) -> None:
+def test_the_fingerprint_is_that_of_the_settings(load):
     one = load().fingerprint
     assert load(pad_to_multiple_of=8).fingerprint == one
     assert load(max_length=31).fingerprint != one
 
 
 @pytest.mark.usefixtures("here")
-def test_files_count_by_their_content_wherever_they_are(load: Load, tmp_path: Path) -> None:
+def test_files_count_by_their_content_wherever_they_are(load, tmp_path):
     whole = load()
     state = json.loads(json.dumps(whole.state))
     (tmp_path / "moved").mkdir()
@@ -262,7 +261,7 @@ def test_files_count_by_their_content_wherever_they_are(load: Load, tmp_path: Pa
 
 
 @pytest.mark.long
-def test_a_file_that_expands_without_end_takes_little_memory(load: Load, tmp_path: Path) -> None:
+def test_a_file_that_expands_without_end_takes_little_memory(load, tmp_path):
     """20 GB of rows with a long field that is not used, as far as 2,000 steps come."""
     row = json.dumps({"text": "the fox jumps over the dog", "notes": "and two " * 12_500})
     part = pyarrow.compress(f"{row}\n".encode() * 640, codec="zstd", asbytes=True)
@@ -290,7 +289,7 @@ time.sleep(600)
 """
 
 
-def test_no_process_outlives_its_owner(settings: Settings, tmp_path: Path) -> None:
+def test_no_process_outlives_its_owner(settings, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings().to_dict()))
     command = [sys.executable, "-c", _OWNER, str(tmp_path / "config.json"), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
@@ -310,15 +309,13 @@ def test_no_process_outlives_its_owner(settings: Settings, tmp_path: Path) -> No
         ({"val_set_size": 0.1}, {}, "streaming holds nothing out"),
     ],
 )
-def test_settings_that_do_not_go_with_a_stream(
-    data: Any, training: Any, words: str, settings: Settings
-) -> None:
+def test_settings_that_do_not_go_with_a_stream(data, training, words, settings):
     with pytest.raises(ConfigError, match=words):
         settings(**data, training=training)
 
 
 @pytest.mark.usefixtures("here")
-def test_samples_of_several_sources_know_theirs(load: Load, tmp_path: Path) -> None:
+def test_samples_of_several_sources_know_theirs(load, tmp_path):
     pairs = [{"prompt": f"fox {k}", "completion": " over the dog"} for k in range(30)]
     write_jsonl(tmp_path / "pairs.jsonl", pairs)
     train = [{"path": "s0.jsonl", "weight": 3}, {"path": "pairs.jsonl", "weight": 1}]
@@ -337,13 +334,13 @@ def test_samples_of_several_sources_know_theirs(load: Load, tmp_path: Path) -> N
     assert data.largest_batch(0) is not None
 
 
-def test_streams_are_for_texts(load: Load) -> None:
+def test_streams_are_for_texts(load):
     with pytest.raises(DataError, match=r"data\.streaming is for texts"):
         load(training={"objective": "dpo"})
 
 
 @pytest.mark.usefixtures("here")
-def test_the_first_rows_are_shown(settings: Settings) -> None:
+def test_the_first_rows_are_shown(settings):
     config = settings(training={"train_sampling_strategy": "sequential"})
     shown = shown_examples(config, load_tokenizer(config), 3)
     assert [example.where.rpartition(":")[2] for example in shown] == ["1", "2", "3"]
@@ -351,7 +348,7 @@ def test_the_first_rows_are_shown(settings: Settings) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_dataset_without_rows_is_named(settings, monkeypatch) -> None:
+def test_a_dataset_without_rows_is_named(settings, monkeypatch):
     empty = datasets.IterableDataset.from_generator(lambda: iter(()))
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **how: empty)
     config = settings(train=["s*.jsonl", {"path": "some/name", "name": "empty"}])

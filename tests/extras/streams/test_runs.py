@@ -33,7 +33,7 @@ def result(config: Config) -> tuple[Any, bytes]:
     return read_metrics(config.output_dir), weights.read_bytes()
 
 
-def test_a_run_that_is_killed_again_and_again_is_the_whole_run(alone, tmp_path) -> None:
+def test_a_run_that_is_killed_again_and_again_is_the_whole_run(alone, tmp_path):
     whole, parts = make(alone, tmp_path, "whole"), make(alone, tmp_path, "parts")
     train(whole)
     file = tmp_path / "config.json"
@@ -58,7 +58,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_whole_run(alone, tmp_path) 
 
 
 @pytest.mark.parametrize("step", [pytest.param(7, marks=pytest.mark.long), 21])
-def test_a_checkpoint_has_the_place_of_the_stream(step: int, alone: Alone, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_place_of_the_stream(step, alone, tmp_path):
     config = make(alone, tmp_path, "run")
     train(config)
     before = result(config)
@@ -69,7 +69,7 @@ def test_a_checkpoint_has_the_place_of_the_stream(step: int, alone: Alone, tmp_p
     assert len(manifest["stream"]["shards"]) == 3
 
 
-def test_a_stream_in_order_trains_as_the_file_does(alone: Alone, tmp_path: Path) -> None:
+def test_a_stream_in_order_trains_as_the_file_does(alone, tmp_path):
     texts = save_texts(tmp_path / "texts.jsonl", 16)
     training = {"train_sampling_strategy": "sequential"}
     found = []

@@ -8,7 +8,6 @@ import io
 import json
 import lzma
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -41,9 +40,7 @@ _cell = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
 
 @settings(max_examples=60, deadline=None)
 @given(rows=st.lists(st.tuples(_cell, _cell), min_size=1, max_size=5), tabs=st.booleans())
-def test_cells_are_the_texts_that_were_written(
-    rows: list[tuple[str, str]], tabs: bool, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_cells_are_the_texts_that_were_written(rows, tabs, tmp_path_factory):
     text = io.StringIO(newline="")
     writer = csv.writer(text, delimiter="\t" if tabs else ",", quoting=csv.QUOTE_ALL)
     writer.writerows([("prompt", "completion"), *rows])
@@ -53,7 +50,7 @@ def test_cells_are_the_texts_that_were_written(
     assert read(path.name, path.parent) == expected
 
 
-def test_rows_are_those_of_pandas_without_types(tmp_path: Path) -> None:
+def test_rows_are_those_of_pandas_without_types(tmp_path):
     content = 'id,text\r\n007,"a, ""b""\r\nc"\r\n\r\n1.50,\r\nNA, spaces \r\n'
     (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + content.encode())
     theirs = pandas.read_csv(tmp_path / "a.csv", dtype=str, keep_default_na=False)
@@ -83,14 +80,12 @@ def _write_stream(table: pyarrow.Table, path: Path, rows: int) -> None:
 @pytest.mark.parametrize(
     ("name", "write"), [("a.feather", _feather), ("a.arrow", _stream), ("b.arrow", _feather)]
 )
-def test_arrow_has_the_rows_that_were_written(
-    name: str, write: Callable[[pyarrow.Table, Path], None], tmp_path: Path
-) -> None:
+def test_arrow_has_the_rows_that_were_written(name, write, tmp_path):
     write(datasets.Dataset.from_list(ROWS).data.table, tmp_path / name)
     assert read(name, tmp_path) == ROWS
 
 
-def test_a_folder_of_the_cache_of_datasets_is_read(tmp_path: Path) -> None:
+def test_a_folder_of_the_cache_of_datasets_is_read(tmp_path):
     datasets.Dataset.from_list(ROWS).to_json(str(tmp_path / "rows.jsonl"))
     cached = datasets.Dataset.from_json(
         str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache")
@@ -124,15 +119,13 @@ def test_a_folder_of_the_cache_of_datasets_is_read(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_file_that_is_no_table_is_refused_by_its_line(
-    name: str, content: bytes, message: str, tmp_path: Path
-) -> None:
+def test_a_file_that_is_no_table_is_refused_by_its_line(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         list(read_file(find_sources(name, tmp_path)[0]))
 
 
-def test_an_arrow_stream_cut_short_is_named_with_the_last_row(tmp_path: Path) -> None:
+def test_an_arrow_stream_cut_short_is_named_with_the_last_row(tmp_path):
     table = datasets.Dataset.from_list(ROWS).data.table
     _write_stream(table, tmp_path / "a.arrow", 1000)
     content = (tmp_path / "a.arrow").read_bytes()
@@ -145,7 +138,7 @@ HEADERS = [",text", ",,text", ",Unnamed: 0,text", ",Unnamed: 0.1,Unnamed: 0,text
 
 
 @pytest.mark.parametrize("header", HEADERS)
-def test_the_index_of_pandas_has_the_name_that_pandas_reads(header: str, tmp_path: Path) -> None:
+def test_the_index_of_pandas_has_the_name_that_pandas_reads(header, tmp_path):
     cells = ",".join(map(str, range(header.count(",") + 1)))
     (tmp_path / "a.csv").write_text(f"\n{header}\n{cells}\n", encoding="utf-8")
     theirs = pandas.read_csv(tmp_path / "a.csv", dtype=str)
@@ -167,7 +160,7 @@ def _typed(columns: tuple[str, ...], or_names: bool, folder: Path) -> list:
 
 
 @pytest.mark.parametrize("cells", COLUMNS, ids=repr)
-def test_a_column_of_numbers_has_the_type_that_datasets_reads(cells: list[str], tmp_path) -> None:
+def test_a_column_of_numbers_has_the_type_that_datasets_reads(cells, tmp_path):
     lines = "".join(f'"x","{cell}"\n' for cell in cells)
     (tmp_path / "a.csv").write_text(f"text,label\n{lines}", encoding="utf-8")
     theirs = datasets.load_dataset(
@@ -188,9 +181,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize(("cells", "or_names", "message"), MIXED)
-def test_a_column_of_several_kinds_is_refused_by_its_row(
-    cells: list[str], or_names: bool, message: str, tmp_path: Path
-) -> None:
+def test_a_column_of_several_kinds_is_refused_by_its_row(cells, or_names, message, tmp_path):
     (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"x,{cell}\n" for cell in cells))
     with pytest.raises(DataError, match=message):
         _typed(("label",), or_names, tmp_path)
@@ -217,7 +208,7 @@ def _write_all(rows: datasets.Dataset, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "labels", [[10, 2, 0], [True, False, True], [0.5, 1.0, -2.0], ["10 a", "2 b", "c"]], ids=repr
 )
-def test_labels_are_the_same_in_every_kind_of_file(labels: list, tmp_path: Path) -> None:
+def test_labels_are_the_same_in_every_kind_of_file(labels, tmp_path):
     rows = datasets.Dataset.from_dict(
         {"text": [f"t{k}" for k in range(len(labels))], "label": labels}
     )
@@ -256,9 +247,7 @@ _NULLS = pyarrow.ListArray.from_arrays([0, 10**8], pyarrow.nulls(10**8))
 @pytest.mark.parametrize(
     ("write", "name"), [(_zstd_arrow, "a.arrow"), (_parquet, "a.parquet")], ids=["arrow", "parquet"]
 )
-def test_few_bytes_that_hold_many_texts_take_little_memory(
-    write: Callable[[pyarrow.Table, Path], None], name: str, tmp_path: Path
-) -> None:
+def test_few_bytes_that_hold_many_texts_take_little_memory(write, name, tmp_path):
     """2 GB of rows in a kilobyte; in one row they are refused."""
     write(pyarrow.table({"text": _SHARED}), tmp_path / name)
     [source] = find_sources(name, tmp_path)
@@ -276,7 +265,7 @@ def test_few_bytes_that_hold_many_texts_take_little_memory(
         list(read_file(source))
 
 
-def test_a_column_that_is_there_twice_is_refused_in_every_table(tmp_path: Path) -> None:
+def test_a_column_that_is_there_twice_is_refused_in_every_table(tmp_path):
     one = pyarrow.array(["x"])
     inner = pyarrow.StructArray.from_arrays([one, one], names=["a", "a"])
     for table in (
@@ -293,7 +282,7 @@ def test_a_column_that_is_there_twice_is_refused_in_every_table(tmp_path: Path) 
                 list(read_file(find_sources(name, tmp_path)[0]))
 
 
-def test_an_old_feather_file_is_named(tmp_path: Path) -> None:
+def test_an_old_feather_file_is_named(tmp_path):
     (tmp_path / "a.feather").write_bytes(b"FEA1" + bytes(99))
     with pytest.raises(DataError, match=r"a\.feather is a Feather file of version 1"):
         list(read_file(find_sources("a.feather", tmp_path)[0]))

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ ASKED = ("red green", "the old house")
 
 
 @pytest.fixture
-def trained(pool: Any, tmp_path: Path) -> Path:
+def trained(pool, tmp_path):
     """The configuration of a run that is done: three stages, a chat template, an adapter."""
     model = save_llama(tmp_path / "model", max_position_embeddings=4096)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -62,7 +61,7 @@ def generated(model: Any, tokenizer: Any, most: int) -> list[str]:
     return texts
 
 
-def test_generate_continues_as_the_merged_model_does(trained: Path, tmp_path: Path) -> None:
+def test_generate_continues_as_the_merged_model_does(trained, tmp_path):
     (tmp_path / "asked.txt").write_text("".join(f"{text}\n" for text in ASKED))
     common = ["generate", "--config", str(trained), "--prompts", str(tmp_path / "asked.txt")]
     found: dict[str, list[str]] = {}
@@ -88,9 +87,7 @@ def test_generate_continues_as_the_merged_model_does(trained: Path, tmp_path: Pa
         (["--temperature", "hot"], "'hot' is not a number from 0 to 100"),
     ],
 )
-def test_generate_says_what_is_wrong(
-    words: list[str], said: str, trained: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_generate_says_what_is_wrong(words, said, trained, tmp_path, capsys):
     (tmp_path / "asked.txt").write_text("red\n")
     asked = ["--prompts", str(tmp_path / "asked.txt"), "--output", str(tmp_path / "out.jsonl")]
     try:
@@ -147,7 +144,7 @@ def _take_terminal() -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminals of this kind")
-def test_chat_remembers_is_ended_by_ctrl_c_and_begins_anew(trained: Path) -> None:
+def test_chat_remembers_is_ended_by_ctrl_c_and_begins_anew(trained):
     words = ["chat", "--config", str(trained), "--max-new-tokens"]
     terminal = Terminal([*words, "3000", "--system", "Be brief."])
     try:
@@ -167,7 +164,7 @@ def test_chat_remembers_is_ended_by_ctrl_c_and_begins_anew(trained: Path) -> Non
 
 @pytest.mark.long
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminals of this kind")
-def test_chat_outlives_the_death_of_a_worker(trained: Path, tmp_path: Path) -> None:
+def test_chat_outlives_the_death_of_a_worker(trained, tmp_path):
     """Which then holds the adapter again: the answer is the same."""
     raw = json.loads(trained.read_text())
     ports = free_ports(3)

@@ -3,7 +3,6 @@ answers as they are shown, and a result that gives none."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from hetero_framework.extras.talking.result_model import Talk, with_result
 from hetero_framework.extras.talking.text_generation import TOKEN
 from hetero_framework.security.access import LOOPBACK_ONLY
 from hetero_framework.trainer.coordinator import train
-from tests.alone import Alone
 from tests.samples import machines_here
 
 
@@ -45,9 +43,7 @@ def give(named: dict[str, torch.Tensor] | None, monkeypatch: pytest.MonkeyPatch)
         (None, "probability tensor contains"),
     ],
 )
-def test_samples_that_fail_are_given_up_and_the_run_goes_on(
-    named: Any, said: str, alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_that_fail_are_given_up_and_the_run_goes_on(named, said, alone, monkeypatch):
     give(named, monkeypatch)
     training = {"sample_prompts": ["red"], "sample_steps": 1, "sample_max_new_tokens": 3}
     config = alone(training={"max_steps": 2, **training})
@@ -57,7 +53,7 @@ def test_samples_that_fail_are_given_up_and_the_run_goes_on(
     assert said in told
 
 
-def test_an_answer_that_fails_is_one_error(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_fails_is_one_error(alone, monkeypatch):
     give({TOKEN: torch.tensor([-1])}, monkeypatch)
     talk = Talk(alone())
     with talk.loaded(LOOPBACK_ONLY, "chat") as cluster:
@@ -67,7 +63,7 @@ def test_an_answer_that_fails_is_one_error(alone: Alone, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("text", ["", "yes"])
-def test_an_empty_answer_is_said_to_be_empty(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_answer_is_said_to_be_empty(text, capsys):
     nothing: Any = SimpleNamespace(prompt_of=lambda said: said, pipeline=SimpleNamespace())
     tokenizer = SimpleNamespace(decode=lambda tokens, **settings: text)
     ways = {"check": lambda prompts: None, "answer": lambda *asked: []}
@@ -77,7 +73,7 @@ def test_an_empty_answer_is_said_to_be_empty(text: str, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("objective", ["classification", "image-classification"])
-def test_a_classifier_answers_no_prompts(objective: str, tmp_path: Path) -> None:
+def test_a_classifier_answers_no_prompts(objective, tmp_path):
     raw = {**machines_here(("local", 2)), "training": {"objective": objective}}
     raw["model"] = {"from_config": {"model_type": "llama"}}
     with pytest.raises(UserError, match=f'the objective "{objective}" answers no prompts'):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,12 +41,12 @@ def rendered(messages: list[dict[str, str]]) -> tuple[int, ...]:
     ],
     ids=str,
 )
-def test_a_question_is_rendered_as_the_template_has_it(fields: dict[str, Any]) -> None:
+def test_a_question_is_rendered_as_the_template_has_it(fields):
     prompt = read(**fields)
     assert prompt == Prompt("What is two and two?", rendered(ASKED))
 
 
-def test_a_text_stays_as_it_is_where_nobody_is_talked_to() -> None:
+def test_a_text_stays_as_it_is_where_nobody_is_talked_to():
     text = "The quick brown"
     assert read(chat=False, text=text) == Prompt(text, tuple(TOKENIZER(text)["input_ids"]))
     asked = read(chat=False, instruction="Write a response.")
@@ -55,20 +54,20 @@ def test_a_text_stays_as_it_is_where_nobody_is_talked_to() -> None:
     assert asked == Prompt("Write a response.", tuple(TOKENIZER(whole)["input_ids"]))
 
 
-def test_a_system_prompt_beside_it_comes_first() -> None:
+def test_a_system_prompt_beside_it_comes_first():
     system = {"role": "system", "content": "Be brief."}
     assert read(prompt="What is it?", system="Be brief.").ids == rendered(
         [system, {"role": "user", "content": "What is it?"}]
     )
 
 
-def test_a_prompt_in_place_of_a_file_is_said_with_its_setting(tmp_path: Path) -> None:
+def test_a_prompt_in_place_of_a_file_is_said_with_its_setting(tmp_path):
     reader = PromptReader(TOKENIZER, None, chat=True)
     with pytest.raises(DataError, match=r"^training.sample_prompts: .*the star\n.*in a list"):
         reader.read("the star", tmp_path, "training.sample_prompts")
 
 
-def test_files_and_lists_are_read_alike(tmp_path: Path) -> None:
+def test_files_and_lists_are_read_alike(tmp_path):
     reader = PromptReader(TOKENIZER, None, chat=True)
     listed = reader.read(("What is it?", tuple(ASKED)), tmp_path, "prompts")
     write_jsonl(tmp_path / "asked.jsonl", [{"prompt": "What is it?"}, {"messages": ASKED}])
@@ -92,12 +91,12 @@ def test_files_and_lists_are_read_alike(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_prompt_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_what_is_no_prompt_is_refused(fields, said):
     with pytest.raises(DataError, match=said):
         read(**fields)
 
 
-def test_prompts_without_room_for_a_token_are_refused() -> None:
+def test_prompts_without_room_for_a_token_are_refused():
     check_prompts([Prompt("a", (1, 2, 3))], 4, "prompts")
     with pytest.raises(DataError, match="prompts: prompt 2 has 4 tokens, and the model has 4 posi"):
         check_prompts([Prompt("a", (1,)), Prompt("b", (1,) * 4)], 4, "prompts")
@@ -116,9 +115,7 @@ def test_prompts_without_room_for_a_token_are_refused() -> None:
     ],
     ids=["messages", "pairs of messages", "pairs of both", "text", "pairs"],
 )
-def test_the_training_data_say_whether_a_model_is_talked_to(
-    row: dict[str, Any], talks: bool, tmp_path: Path
-) -> None:
+def test_the_training_data_say_whether_a_model_is_talked_to(row, talks, tmp_path):
     write_jsonl(tmp_path / "train.jsonl", [row])
     config = make_config(tmp_path, {"train": "train.jsonl"})
     assert is_chat(config, TOKENIZER) == talks
@@ -128,7 +125,7 @@ def test_the_training_data_say_whether_a_model_is_talked_to(
 
 
 @pytest.mark.parametrize("objective", ["classification", "sequential"])
-def test_only_models_that_generate_text_continue_prompts(objective: str) -> None:
+def test_only_models_that_generate_text_continue_prompts(objective):
     raw = {
         "coordinator": {"ip": "127.0.0.1"},
         "shard_plan": [{"id": "local", "start": 0, "end": 2}],

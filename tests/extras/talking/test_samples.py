@@ -61,7 +61,7 @@ def last(output: Path) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_greedy_samples_are_those_of_generate(model_type, pool, texts, tmp_path) -> None:
+def test_greedy_samples_are_those_of_generate(model_type, pool, texts, tmp_path):
     model = save_tiny(model_type, tmp_path / "model")
     layers = introspect(tiny_config(model_type)).num_layers
     third = max(1, layers // 3)
@@ -88,14 +88,14 @@ def test_greedy_samples_are_those_of_generate(model_type, pool, texts, tmp_path)
         assert samples(tmp_path / name) == samples(tmp_path / "whole")
 
 
-def test_samples_of_an_adapter_are_those_of_the_merged_model(losses, llama, tmp_path) -> None:
+def test_samples_of_an_adapter_are_those_of_the_merged_model(losses, llama, tmp_path):
     losses([2, 4], adapter=LORA, training={**TRAINING, **SAMPLING})
     model = AutoModelForCausalLM.from_pretrained(llama)
     merged = PeftModel.from_pretrained(model, tmp_path / "run" / "adapter").merge_and_unload()
     assert last(tmp_path / "run") == generated(merged, AutoTokenizer.from_pretrained(llama))
 
 
-def test_samples_and_evaluations_do_not_change_the_training(losses, llama, texts, tmp_path) -> None:
+def test_samples_and_evaluations_do_not_change_the_training(losses, llama, texts, tmp_path):
     sections: dict[str, Any] = {
         "adapter": LORA,
         "data": {"train": str(texts), "eval": str(texts), "max_length": 64},

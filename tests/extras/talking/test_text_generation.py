@@ -49,7 +49,7 @@ def generation(prompts: Sequence[Sequence[int]], **settings: Any) -> TextGenerat
     return TextGeneration(prompts, **{**kwargs, **settings})
 
 
-def test_texts_go_on_side_by_side_and_take_the_places_of_those_that_ended() -> None:
+def test_texts_go_on_side_by_side_and_take_the_places_of_those_that_ended():
     stage = Counting(generation([[5], [6, 7], [8] * 4]))
     assert stage.run() == [[1, 2, 3], [2, 3, 4], [4, 5, 6]]
     assert stage.most == 2
@@ -57,7 +57,7 @@ def test_texts_go_on_side_by_side_and_take_the_places_of_those_that_ended() -> N
     assert stage.texts.micro_batches == len(stage.fed) == 9
 
 
-def test_without_a_cache_each_micro_batch_is_the_whole_text() -> None:
+def test_without_a_cache_each_micro_batch_is_the_whole_text():
     stage = Counting(generation([[5, 6]], cached=False))
     assert stage.run() == [[2, 3, 4]]
     assert [batch["input_ids"].tolist() for batch in stage.fed] == [
@@ -67,12 +67,12 @@ def test_without_a_cache_each_micro_batch_is_the_whole_text() -> None:
     ]
 
 
-def test_a_text_ends_with_a_stop_token_and_at_the_end_of_the_positions() -> None:
+def test_a_text_ends_with_a_stop_token_and_at_the_end_of_the_positions():
     assert Counting(generation([[5], [6] * 4], stop={2})).run() == [[1, 2], [4, 5, 6]]
     assert Counting(generation([[5], [6] * 4], max_positions=6)).run() == [[1, 2, 3], [4, 5]]
 
 
-def test_tokens_are_told_as_they_come() -> None:
+def test_tokens_are_told_as_they_come():
     told: list[tuple[int, int]] = []
     texts = generation([[5], [6, 7]], take_token=lambda *token: told.append(token))
     Counting(texts).run()
@@ -80,7 +80,7 @@ def test_tokens_are_told_as_they_come() -> None:
 
 
 @pytest.mark.parametrize("named", [{}, {TOKEN: torch.zeros(2)}, {TOKEN: torch.tensor([0.5])}])
-def test_an_outcome_without_one_token_is_refused(named: Tensors) -> None:
+def test_an_outcome_without_one_token_is_refused(named):
     texts = generation([[5]])
     texts.next()
     with pytest.raises(ProtocolError, match="gave no token"):
@@ -88,7 +88,7 @@ def test_an_outcome_without_one_token_is_refused(named: Tensors) -> None:
 
 
 @pytest.mark.parametrize("token", [64, -1, 2**31, 2**62, -(2**63)])
-def test_a_token_that_there_is_not_is_refused(token: int) -> None:
+def test_a_token_that_there_is_not_is_refused(token):
     texts = generation([[1, 2]])
     texts.next()
     with pytest.raises(ProtocolError, match=f"the last stage gave token {token} of 0 to 63"):

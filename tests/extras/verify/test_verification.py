@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from hetero_framework.config import Config
@@ -15,7 +13,7 @@ from hetero_framework.models.cut.tiny import tiny_config
 from tests.samples import machines_here, save_llama
 
 
-def test_verify_uses_the_plan_of_a_configuration(tmp_path: Path) -> None:
+def test_verify_uses_the_plan_of_a_configuration(tmp_path):
     fields = {k: v for k, v in tiny_config("llama").to_dict().items() if k != "dtype"}
     raw = {"version": "1", **machines_here(("local", 2), (1, 6)), "model": {"from_config": fields}}
     raw["shard_plan"][1]["is_last"] = True
@@ -26,14 +24,14 @@ def test_verify_uses_the_plan_of_a_configuration(tmp_path: Path) -> None:
     assert [(s.start, s.end) for s in other.stages] == [(0, 1), (1, 5), (5, 6)]
 
 
-def test_cuts_that_do_not_fit_are_refused() -> None:
+def test_cuts_that_do_not_fit_are_refused():
     for cuts in ([4, 2], [7], [3, 3]):
         with pytest.raises(ArchitectureError, match="6 layers"):
             ranges_from_cuts(cuts, 6)
     assert [rng.end for rng in ranges_from_cuts([0, 6], 6)] == [0, 6, 6]
 
 
-def test_verify_refuses_a_configured_model_that_needs_padding(tmp_path: Path) -> None:
+def test_verify_refuses_a_configured_model_that_needs_padding(tmp_path):
     fields = {k: v for k, v in tiny_config("bloom").to_dict().items() if k != "dtype"}
     model = {"from_config": fields, "tokenizer": "a"}
     data = {"train": "a.jsonl", "padding_free": True}
@@ -43,21 +41,21 @@ def test_verify_refuses_a_configured_model_that_needs_padding(tmp_path: Path) ->
     assert result.reason.startswith("data.padding_free: samples that share a row")
 
 
-def test_verify_takes_the_configured_weights_where_they_fit(tmp_path: Path) -> None:
+def test_verify_takes_the_configured_weights_where_they_fit(tmp_path):
     save_llama(tmp_path / "model", layers=3)
     raw = {**machines_here(("local", 1), (1, 3)), "model": {"name_or_path": "model"}}
     result = verify_model(Config.from_dict(raw, tmp_path))
     assert (result.subject, result.verdict) == ("the model itself", "bit-equal")
 
 
-def test_architecture_whose_blocks_run_in_turns_is_refused() -> None:
+def test_architecture_whose_blocks_run_in_turns_is_refused():
     (result,) = verify_all(model_types=["hrm_text"])
     assert result.verdict == "refused"
     assert "no list of blocks" in result.reason
     assert result.reason.endswith("would have to go through a stage several times")
 
 
-def test_table_lists_every_result_with_its_reason(tmp_path: Path) -> None:
+def test_table_lists_every_result_with_its_reason(tmp_path):
     results = [
         Verified("zeta", "bit-equal", packing=Packing("per_sample")),
         Verified("iota", "bit-equal", packing=Packing(None)),
@@ -93,7 +91,7 @@ def test_table_lists_every_result_with_its_reason(tmp_path: Path) -> None:
     assert "| `kappa` (`reward`, `classification`) | no blocks |" in text
 
 
-def test_progress_is_called_for_each_architecture() -> None:
+def test_progress_is_called_for_each_architecture():
     seen: list[Verified] = []
     results = verify_all(seen.append, ["biogpt", "hrm_text"])
     assert seen == results

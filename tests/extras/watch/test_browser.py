@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from hetero_framework.errors import StoppedEarly
 from hetero_framework.extras.watch.commands.watch import RunBeside
 from hetero_framework.extras.watch.page_server import PageServer
-from tests.extras.watch.browser import PROGRAM, Browser, browsing
+from tests.extras.watch.browser import PROGRAM, browsing
 from tests.extras.watch.pages import Client, Halting, steered
 from tests.extras.watch.test_page_server import Told
 from tests.waiting import wait_until
@@ -29,7 +28,7 @@ HOSTILE = (
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(tmp_path_factory):
     with browsing(tmp_path_factory.mktemp("profile")) as found:
         yield found
 
@@ -40,7 +39,7 @@ def lines(file: Path, *content: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """A run of this process, with names that are meant badly."""
     output = tmp_path / "run"
     output.mkdir()
@@ -62,7 +61,7 @@ def run(tmp_path: Path) -> Path:
     return output
 
 
-def test_files_are_shown_and_text_stays_text(browser: Browser, run: Path) -> None:
+def test_files_are_shown_and_text_stays_text(browser, run):
     browser.errors.clear()
     with PageServer([RunBeside(str(run))]) as server:
         browser.open(server.address)
@@ -88,7 +87,7 @@ def test_files_are_shown_and_text_stays_text(browser: Browser, run: Path) -> Non
     assert browser.errors == []
 
 
-def test_scripts_from_elsewhere_do_not_run(browser: Browser, run: Path) -> None:
+def test_scripts_from_elsewhere_do_not_run(browser, run):
     with PageServer([RunBeside(str(run))]) as server:
         browser.open(server.address)
         browser.await_text("3 / 4", ".figures")
@@ -101,7 +100,7 @@ def test_scripts_from_elsewhere_do_not_run(browser: Browser, run: Path) -> None:
         browser.errors.clear()
 
 
-def test_another_page_cannot_steer(browser: Browser) -> None:
+def test_another_page_cannot_steer(browser):
     """It may send requests, but neither with the token nor read what comes."""
     told, other = Told(), Told()
     with PageServer([told]) as server, PageServer([other]) as elsewhere:
@@ -121,7 +120,7 @@ def test_another_page_cannot_steer(browser: Browser) -> None:
         browser.errors.clear()
 
 
-def test_without_the_token_nothing_is_shown(browser: Browser, run: Path) -> None:
+def test_without_the_token_nothing_is_shown(browser, run):
     with PageServer([RunBeside(str(run))]) as server:
         browser.open(server.address.partition("#")[0])
         browser.await_text("no whole address")
@@ -133,14 +132,14 @@ def test_without_the_token_nothing_is_shown(browser: Browser, run: Path) -> None
 
 
 @pytest.fixture
-def pressing(browser: Browser) -> Callable[[str], None]:
+def pressing(browser):
     def press(action: str) -> None:
         browser.click(f"[data-do={action}]")
 
     return press
 
 
-def test_each_button_does_what_it_says(browser, pressing, pool, llama, texts, tmp_path) -> None:
+def test_each_button_does_what_it_says(browser, pressing, pool, llama, texts, tmp_path):
     training = {"max_steps": 300, "save_strategy": "no", "page": True, "sample_prompts": [HOSTILE]}
     data = {"train": str(texts), "max_length": 64}
     sections = {"model": {"name_or_path": str(llama)}, "data": data, "training": training}
@@ -181,7 +180,7 @@ def test_each_button_does_what_it_says(browser, pressing, pool, llama, texts, tm
     assert browser.value("document.title") == "run – hetero"
 
 
-def test_many_islands_share_a_page_and_each_is_steered(browser: Browser) -> None:
+def test_many_islands_share_a_page_and_each_is_steered(browser):
     told = [Told() for _ in range(8)]
     for number, run in enumerate(told):
         run.name, run.lines = f"island {number}", [b'{"state": "running", "steers": true}\n']
@@ -211,7 +210,7 @@ STATES: dict[str, tuple[list[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("happened", STATES)
-def test_a_run_that_waits_is_not_said_to_run(browser, run, happened: str) -> None:
+def test_a_run_that_waits_is_not_said_to_run(browser, run, happened):
     (run / "events.jsonl").unlink()
     events, state = STATES[happened]
     lines(run / "events.jsonl", *({"time": "2026-01-02", "step": 4, **one} for one in events))
@@ -224,7 +223,7 @@ def test_a_run_that_waits_is_not_said_to_run(browser, run, happened: str) -> Non
         browser.await_text("running", ".pill")
 
 
-def test_lines_and_long_words_of_a_reason_are_shown_as_they_are(browser, run) -> None:
+def test_lines_and_long_words_of_a_reason_are_shown_as_they_are(browser, run):
     reason = "it ended:\n    C:\\new\\n a/b/c " + "long" * 60
     lines(run / "events.jsonl", {**LOST, "time": "2026-01-02", "reason": reason, "step": 4})
     with PageServer([RunBeside(str(run))]) as server:
@@ -238,7 +237,7 @@ def test_lines_and_long_words_of_a_reason_are_shown_as_they_are(browser, run) ->
         browser.errors.clear()
 
 
-def test_a_note_ends_and_comes_a_second_time(browser) -> None:
+def test_a_note_ends_and_comes_a_second_time(browser):
     told = Told()
     told.lines = [b'{"state": "running", "steers": true, "note": "old", "noted": 3}\n']
     fast = "const real = setTimeout; window.setTimeout = (does, ms) => real(does, ms / 20)"
@@ -259,7 +258,7 @@ def test_a_note_ends_and_comes_a_second_time(browser) -> None:
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_it_fits_the_screen_and_can_be_read(browser, run, width: int, dark: bool) -> None:
+def test_it_fits_the_screen_and_can_be_read(browser, run, width, dark):
     with PageServer([RunBeside(str(run))]) as server:
         browser.look(width, dark=dark)
         browser.open(server.address)

@@ -6,7 +6,6 @@ import itertools
 import json
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from hetero_framework.trainer.metrics import StepLines
 
 
 @pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _at_once(monkeypatch):
     monkeypatch.setattr(news, "_TICK_S", 0)
 
 
@@ -28,7 +27,7 @@ def steps(told: list[dict[str, Any]]) -> list[int]:
     return [one["line"]["step"] for one in told if one.get("of") == "metrics"]
 
 
-def test_each_value_comes_when_it_has_changed(tmp_path: Path) -> None:
+def test_each_value_comes_when_it_has_changed(tmp_path):
     values: dict[str, Any] = {"state": "running", "total": 3}
     told = news.news_of(tmp_path, values, threading.Event())
     assert read(told) == [{"state": "running", "total": 3}]
@@ -37,7 +36,7 @@ def test_each_value_comes_when_it_has_changed(tmp_path: Path) -> None:
     assert read(told) == [{"state": "paused"}]
 
 
-def test_after_the_end_come_the_last_ones(tmp_path: Path) -> None:
+def test_after_the_end_come_the_last_ones(tmp_path):
     values, closing = {"state": "running"}, threading.Event()
     told = news.news_of(tmp_path, values, closing)
     next(told)
@@ -46,7 +45,7 @@ def test_after_the_end_come_the_last_ones(tmp_path: Path) -> None:
     assert b"".join(told) == b'{"state": "finished"}\n'
 
 
-def test_a_line_under_way_waits(tmp_path: Path) -> None:
+def test_a_line_under_way_waits(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     told = news.news_of(tmp_path, {}, threading.Event())
@@ -57,14 +56,14 @@ def test_a_line_under_way_waits(tmp_path: Path) -> None:
     assert read(told) == [{"of": "metrics", "line": {"step": 2, "loss": 1.0}}]
 
 
-def test_a_damaged_line_is_one_line(tmp_path: Path) -> None:
+def test_a_damaged_line_is_one_line(tmp_path):
     (tmp_path / "events.jsonl").write_bytes(b'}, "of": "metrics"\n\xff\n{"what": "run started"}\n')
     (line, other, last) = next(news.news_of(tmp_path, {}, threading.Event())).splitlines()
     assert [line.count(b"{"), other.count(b"{")] == [1, 1]
     assert json.loads(last) == {"of": "events", "line": {"what": "run started"}}
 
 
-def test_a_run_that_goes_back_is_told_anew(tmp_path: Path) -> None:
+def test_a_run_that_goes_back_is_told_anew(tmp_path):
     lines = StepLines(tmp_path / "metrics.jsonl")
     for step in range(1, 6):
         lines.write({"step": step, "loss": 1.0})
@@ -78,7 +77,7 @@ def test_a_run_that_goes_back_is_told_anew(tmp_path: Path) -> None:
     assert steps(again) == [*range(1, 10)]
 
 
-def test_of_a_long_run_all_parts_are_told(tmp_path: Path, monkeypatch) -> None:
+def test_of_a_long_run_all_parts_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr(news, "_MOST_BYTES", 5000)
     monkeypatch.setattr(news, "_SPREAD", 50)
     text = "".join(json.dumps({"step": k, "loss": 1.0 / k}) + "\n" for k in range(1, 3001))

@@ -43,17 +43,17 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Told:
+def told():
     return Told()
 
 
 @pytest.fixture
-def client(told: Told) -> Iterator[Client]:
+def client(told):
     with PageServer([told]) as server:
         yield Client(server.address)
 
 
-def test_the_page_needs_no_token_and_says_nothing(client: Client) -> None:
+def test_the_page_needs_no_token_and_says_nothing(client):
     for path, kind in (("/", "html"), ("/page.js", "javascript"), ("/page.css", "css")):
         status, headers, body = client.ask(path, Authorization="")
         assert (status, headers["Content-Type"]) == (200, f"text/{kind}; charset=utf-8")
@@ -67,7 +67,7 @@ def test_the_page_needs_no_token_and_says_nothing(client: Client) -> None:
         assert headers["Cache-Control"] == "no-store"
 
 
-def test_it_listens_on_the_loopback_alone(client: Client) -> None:
+def test_it_listens_on_the_loopback_alone(client):
     assert client.host.startswith("127.0.0.1:")
     with PageServer([]) as server:
         assert server.socket.getsockname()[0] == "127.0.0.1"
@@ -92,7 +92,7 @@ def test_it_listens_on_the_loopback_alone(client: Client) -> None:
         ({"Transfer_Encoding": "chunked"}, 413),
     ],
 )
-def test_a_strange_request_does_nothing(client: Client, told: Told, headers, status) -> None:
+def test_a_strange_request_does_nothing(client, told, headers, status):
     for method, path in (("POST", "/do/0/stop"), ("GET", "/news"), ("GET", "/runs")):
         found, sent, body = client.ask(path, method, **headers)
         assert (found, body) == (status, b"")
@@ -101,7 +101,7 @@ def test_a_strange_request_does_nothing(client: Client, told: Told, headers, sta
     assert told.views == 0
 
 
-def test_the_token_in_the_address_is_none(client: Client) -> None:
+def test_the_token_in_the_address_is_none(client):
     assert client.ask(f"/runs?token={client.token}", Authorization="")[0] == 401
 
 
@@ -109,22 +109,22 @@ def test_the_token_in_the_address_is_none(client: Client) -> None:
     "path",
     ["/do/1/stop", "/do/0/exec", "/do/0/stop/", "/do/-1/stop", "/news", "/../page.json", "/x"],
 )
-def test_only_known_actions_are_done(client: Client, told: Told, path: str) -> None:
+def test_only_known_actions_are_done(client, told, path):
     assert client.ask(path, "POST")[0] == 404
     assert told.done == []
 
 
 @pytest.mark.parametrize("path", ["/news/0", "/news/", "/news/x", "/page.py", "/%2e%2e/page.json"])
-def test_only_known_places_are_read(client: Client, path: str) -> None:
+def test_only_known_places_are_read(client, path):
     assert client.ask(path)[0] == 404
 
 
 @pytest.mark.parametrize("method", ["OPTIONS", "PUT", "DELETE", "HEAD", "TRACE"])
-def test_other_methods_are_refused(client: Client, method: str) -> None:
+def test_other_methods_are_refused(client, method):
     assert client.ask("/do/0/stop", method)[0] == 501
 
 
-def test_two_hosts_are_refused(client: Client) -> None:
+def test_two_hosts_are_refused(client):
     with client.connect() as connection:
         hosts = f"Host: {client.host}\r\nHost: evil.example\r\n"
         token = f"Authorization: Bearer {client.token}\r\n"
@@ -132,28 +132,28 @@ def test_two_hosts_are_refused(client: Client) -> None:
         assert b" 421 " in connection.recv(100)
 
 
-def test_a_request_too_long_is_refused(client: Client, told: Told) -> None:
+def test_a_request_too_long_is_refused(client, told):
     for text in (b"GET /" + b"x" * 70_000, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n"):
         with client.connect() as connection:
             connection.sendall(text)
             assert connection.recv(100).split()[1][:1] == b"4"
 
 
-def test_every_action_reaches_the_run(client: Client, told: Told) -> None:
+def test_every_action_reaches_the_run(client, told):
     answers = [client.act(action) for action in ACTIONS]
     assert answers == [(200, ""), (409, "it is too late"), (200, ""), (200, "")]
     assert told.done == list(ACTIONS)
     assert json.loads(client.ask("/runs")[2]) == [told.name]
 
 
-def test_viewers_get_the_last_news(told: Told) -> None:
+def test_viewers_get_the_last_news(told):
     with PageServer([told]) as server:
         news = Client(server.address).news()
         assert next(news) == {"state": "running"}
     assert list(news) == [{"state": "finished"}]
 
 
-def test_one_connection_has_the_news_of_all_runs() -> None:
+def test_one_connection_has_the_news_of_all_runs():
     """A browser opens no more than six."""
     runs = [Told() for _ in range(9)]
     for number, run in enumerate(runs):
@@ -173,7 +173,7 @@ def test_one_connection_has_the_news_of_all_runs() -> None:
     assert all(sorted(end) == [(n, {"state": "finished"}) for n in range(9)] for end in ends)
 
 
-def test_news_that_end_are_told_again_and_stop_no_others(monkeypatch) -> None:
+def test_news_that_end_are_told_again_and_stop_no_others(monkeypatch):
     monkeypatch.setattr(page_server, "_AGAIN_S", 0.01)
     runs = [Told(), Told()]
     runs[0].news = lambda closing: iter([b'{"state": "x"}\n', b""])  # type: ignore[method-assign]
@@ -183,7 +183,7 @@ def test_news_that_end_are_told_again_and_stop_no_others(monkeypatch) -> None:
         assert runs[1].views == 1
 
 
-def test_one_that_does_not_read_is_given_up(client: Client, told: Told, monkeypatch) -> None:
+def test_one_that_does_not_read_is_given_up(client, told, monkeypatch):
     monkeypatch.setattr(page_server._Request, "timeout", 0.2)
     told.line = b"x" * 65536 + b"\n"
     with client.connect() as connection:
@@ -193,7 +193,7 @@ def test_one_that_does_not_read_is_given_up(client: Client, told: Told, monkeypa
         wait_until(lambda: told.views == 0)
 
 
-def test_the_number_of_viewers_is_limited(client: Client, told: Told, monkeypatch) -> None:
+def test_the_number_of_viewers_is_limited(client, told, monkeypatch):
     monkeypatch.setattr(page_server, "_MOST", 2)
     viewers = [client.news() for _ in range(2)]
     for viewer in viewers:
@@ -206,7 +206,7 @@ def test_the_number_of_viewers_is_limited(client: Client, told: Told, monkeypatc
     assert next(client.news()) == {"state": "running"}
 
 
-def test_the_oldest_that_says_nothing_gives_way(client: Client, monkeypatch) -> None:
+def test_the_oldest_that_says_nothing_gives_way(client, monkeypatch):
     monkeypatch.setattr(page_server._Request, "timeout", None)
     with ExitStack() as stack:
         idle = [stack.enter_context(client.connect()) for _ in range(40)]

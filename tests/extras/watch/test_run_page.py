@@ -36,7 +36,7 @@ def config(pool, llama, texts, tmp_path):
 
 
 @pytest.fixture
-def plain(config, tmp_path) -> Path:
+def plain(config, tmp_path):
     train(Config.from_dict(config("plain", page=False)))
     return tmp_path / "plain"
 
@@ -49,7 +49,7 @@ def last_step(output: Path) -> int:
     return int(json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])["step"])
 
 
-def test_pause_checkpoint_and_resume_change_no_bit(config, plain, tmp_path) -> None:
+def test_pause_checkpoint_and_resume_change_no_bit(config, plain, tmp_path):
     output = tmp_path / "steered"
 
     def steer(page: Client, run: Halting) -> None:
@@ -73,7 +73,7 @@ def test_pause_checkpoint_and_resume_change_no_bit(config, plain, tmp_path) -> N
     assert not (output / "page.json").exists()
 
 
-def test_a_checkpoint_while_it_runs(config, plain, tmp_path) -> None:
+def test_a_checkpoint_while_it_runs(config, plain, tmp_path):
     def steer(page: Client, run: Halting) -> None:
         assert page.act("checkpoint") == (200, "")
 
@@ -84,8 +84,8 @@ def test_a_checkpoint_while_it_runs(config, plain, tmp_path) -> None:
 
 @pytest.mark.parametrize("pauses", [False, True])
 def test_stop_saves_and_the_run_goes_on_with_the_same_bits(
-    config, plain, tmp_path, pauses: bool, monkeypatch
-) -> None:
+    config, plain, tmp_path, pauses, monkeypatch
+):
     monkeypatch.setattr(page_server, "_LAST_S", WAIT_S)
 
     def steer(page: Client, run: Halting) -> None:
@@ -110,7 +110,7 @@ def test_stop_saves_and_the_run_goes_on_with_the_same_bits(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal")
-def test_a_signal_ends_a_run_that_is_paused(config, tmp_path) -> None:
+def test_a_signal_ends_a_run_that_is_paused(config, tmp_path):
     def steer(page: Client, run: Halting) -> None:
         page.act("pause")
         run.goes_on.set()
@@ -122,7 +122,7 @@ def test_a_signal_ends_a_run_that_is_paused(config, tmp_path) -> None:
     assert checkpoints(tmp_path / "steered") == ["step_3"]
 
 
-def test_nothing_is_saved_before_the_first_step_is_done(config, tmp_path) -> None:
+def test_nothing_is_saved_before_the_first_step_is_done(config, tmp_path):
     def steer(page: Client, run: Halting) -> None:
         assert page.act("checkpoint") == (409, "there is nothing to save before the first step")
 
@@ -130,7 +130,7 @@ def test_nothing_is_saved_before_the_first_step_is_done(config, tmp_path) -> Non
     assert checkpoints(tmp_path / "steered") == []
 
 
-def test_the_page_tells_what_the_run_is(config, tmp_path) -> None:
+def test_the_page_tells_what_the_run_is(config, tmp_path):
     found: dict[str, Any] = {}
     points: list[int] = []
     what: list[str] = []
@@ -164,7 +164,7 @@ def test_the_page_tells_what_the_run_is(config, tmp_path) -> None:
     assert {("local", 1), (1, 2), (2, 1), (1, "local")} <= sent
 
 
-def test_one_step_of_eight_is_recorded_for_the_page_alone(config, tmp_path) -> None:
+def test_one_step_of_eight_is_recorded_for_the_page_alone(config, tmp_path):
     found: list[int] = []
 
     def steer(page: Client, run: Halting) -> None:
@@ -177,7 +177,7 @@ def test_one_step_of_eight_is_recorded_for_the_page_alone(config, tmp_path) -> N
     assert {e["args"]["step"] for e in spans if "step" in e.get("args", {})} == {2, 3}
 
 
-def test_nobody_else_can_read_the_address(config, tmp_path) -> None:
+def test_nobody_else_can_read_the_address(config, tmp_path):
     def steer(page: Client, run: Halting) -> None:
         file = tmp_path / "told" / "page.json"
         assert address_of(file.parent) == page.address

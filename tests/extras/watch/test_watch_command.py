@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ NO_PAGE = "the run has no page of its own (training.page)"
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """What a run of this process has written so far."""
     output = tmp_path / "run"
     output.mkdir()
@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def page(run: Path) -> Iterator[tuple[Told, str]]:
+def page(run):
     """The page of that run."""
     told = Told()
     with PageServer([told]) as server:
@@ -52,13 +52,13 @@ def page(run: Path) -> Iterator[tuple[Told, str]]:
         yield told, server.address
 
 
-def test_the_address_of_a_runs_page_is_printed(run, page, capsys) -> None:
+def test_the_address_of_a_runs_page_is_printed(run, page, capsys):
     assert main(["watch", str(run)]) == 0
     assert capsys.readouterr().out == f"the run's page: {page[1]}\n"
 
 
 @pytest.mark.parametrize("holder", ["ended", "younger", "elsewhere", "absent", "damaged"])
-def test_the_page_of_a_run_that_is_gone_is_none(run, page, holder) -> None:
+def test_the_page_of_a_run_that_is_gone_is_none(run, page, holder):
     file = run / ".lock.json"
     if holder == "ended":
         with subprocess.Popen([sys.executable, "-c", ""]) as gone:
@@ -77,7 +77,7 @@ def test_the_page_of_a_run_that_is_gone_is_none(run, page, holder) -> None:
     assert beside.act("stop") == NO_PAGE
 
 
-def test_one_page_over_files_and_pages(run, page, tmp_path) -> None:
+def test_one_page_over_files_and_pages(run, page, tmp_path):
     told, address = page
     other = tmp_path / "other"
     other.mkdir()
@@ -99,7 +99,7 @@ def test_one_page_over_files_and_pages(run, page, tmp_path) -> None:
         wait_until(lambda: told.views == 0)
 
 
-def test_of_a_run_without_a_page_the_files_are_shown(run) -> None:
+def test_of_a_run_without_a_page_the_files_are_shown(run):
     with PageServer([RunBeside(str(run))]) as server:
         client = Client(server.address)
         found = client.until(lambda news: news.get("of") == "metrics")
@@ -107,7 +107,7 @@ def test_of_a_run_without_a_page_the_files_are_shown(run) -> None:
         client.state("running")
 
 
-def test_its_page_is_followed_as_soon_as_it_has_one(run) -> None:
+def test_its_page_is_followed_as_soon_as_it_has_one(run):
     told = Told()
     with PageServer([RunBeside(str(run))]) as server, PageServer([told]) as own:
         client = Client(server.address)
@@ -122,7 +122,7 @@ def test_its_page_is_followed_as_soon_as_it_has_one(run) -> None:
             pass
 
 
-def test_a_page_that_does_not_answer(run) -> None:
+def test_a_page_that_does_not_answer(run):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         (run / "page.json").write_text(json.dumps({"address": f"http://127.0.0.1:{port}/#x"}))
@@ -131,7 +131,7 @@ def test_a_page_that_does_not_answer(run) -> None:
 
 
 @pytest.fixture
-def child(run: Path) -> Iterator[subprocess.Popen[bytes]]:
+def child(run):
     """Another process, which the lock names; SIGTERM ends it."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
         lock_of(run, process=process.pid)
@@ -145,7 +145,7 @@ def lock_of(run: Path, **fields: Any) -> None:
 
 
 @posix
-def test_stop_is_a_signal_where_there_is_no_page(run, child) -> None:
+def test_stop_is_a_signal_where_there_is_no_page(run, child):
     beside = RunBeside(str(run))
     assert beside.act("pause") == NO_PAGE
     assert child.poll() is None
@@ -190,7 +190,7 @@ def planted_as(name: str, path: Path) -> str:
 @posix
 @pytest.mark.parametrize("name", [".lock.json", "page.json"])
 @pytest.mark.parametrize("planted", PLANTED)
-def test_what_others_may_have_written_is_not_acted_upon(run, child, name, planted) -> None:
+def test_what_others_may_have_written_is_not_acted_upon(run, child, name, planted):
     (run / "page.json").write_text('{"address": "http://127.0.0.1:9/#x"}')
     reason = planted_as(planted, run / name)
     beside = RunBeside(str(run))
@@ -203,7 +203,7 @@ def test_what_others_may_have_written_is_not_acted_upon(run, child, name, plante
 
 @posix
 @pytest.mark.parametrize("planted", ["another's", "everybody's", "a group's"])
-def test_a_folder_that_others_may_write_into_is_not_believed(run, child, planted) -> None:
+def test_a_folder_that_others_may_write_into_is_not_believed(run, child, planted):
     reason = planted_as(planted, run)
     assert reason in (RunBeside(str(run)).act("stop") or "")
     assert child.poll() is None
@@ -219,7 +219,7 @@ def test_a_folder_that_others_may_write_into_is_not_believed(run, child, planted
     + [{"host": host} for host in ("elsewhere", "", None, ["{host}"])]
     + [{"started": at} for at in (0, 1e9, "x", True, None, 10**400)],
 )
-def test_a_lock_that_names_no_such_process_stops_none(run, child, fields, monkeypatch) -> None:
+def test_a_lock_that_names_no_such_process_stops_none(run, child, fields, monkeypatch):
     sent: list[int] = []
     monkeypatch.setattr(psutil.Process, "send_signal", lambda self, number: sent.append(self.pid))
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(pid) if number else None)
@@ -232,14 +232,14 @@ def test_a_lock_that_names_no_such_process_stops_none(run, child, fields, monkey
 
 @posix
 @pytest.mark.parametrize("text", ["", "null", "[" * 100_000, "\x00", '{"process": NaN}', "{}"])
-def test_a_lock_that_is_damaged_stops_none(run, child, text: str) -> None:
+def test_a_lock_that_is_damaged_stops_none(run, child, text):
     (run / ".lock.json").write_text(text)
     assert RunBeside(str(run)).act("stop") == NO_PAGE
     assert child.poll() is None
 
 
 @posix
-def test_a_number_that_another_process_got_is_not_believed(run, child) -> None:
+def test_a_number_that_another_process_got_is_not_believed(run, child):
     began = psutil.Process(child.pid).create_time()
     lock_of(run, process=child.pid, started=began - 60)
     assert RunBeside(str(run)).act("stop") == NO_PAGE
@@ -253,7 +253,7 @@ def test_a_number_that_another_process_got_is_not_believed(run, child) -> None:
 
 @posix
 @pytest.mark.parametrize("at", [None, "a free port", "another's", "no port", "a text"])
-def test_the_page_of_an_earlier_process_is_none(run, child, page, at) -> None:
+def test_the_page_of_an_earlier_process_is_none(run, child, page, at):
     """The run was killed, and goes on without a page; its address may be anybody's now."""
     address = {
         "a free port": "http://127.0.0.1:9/#x",
@@ -276,7 +276,7 @@ def test_the_page_of_an_earlier_process_is_none(run, child, page, at) -> None:
 
 @posix
 @pytest.mark.parametrize("planted", ["a link", "a pipe", "a folder"])
-def test_files_that_are_none_are_not_shown(run, planted) -> None:
+def test_files_that_are_none_are_not_shown(run, planted):
     (run / "metrics.jsonl").rename(run / "events.jsonl")
     (run / "metrics.jsonl").touch()
     planted_as(planted, run / "metrics.jsonl")
@@ -292,7 +292,7 @@ def raw(tmp_path: Path, name: str, **sections: Any) -> str:
     return str(file)
 
 
-def test_islands_are_known_by_their_configurations(tmp_path) -> None:
+def test_islands_are_known_by_their_configurations(tmp_path):
     names = ["attic", "garage"]
     islands = {name: {"name": name, "lighthouse": "127.0.0.1:1"} for name in names}
     runs = [RunBeside(raw(tmp_path, name, island=islands[name])) for name in names]
@@ -305,7 +305,7 @@ def test_islands_are_known_by_their_configurations(tmp_path) -> None:
     ]
 
 
-def test_a_place_without_a_run_is_said(tmp_path) -> None:
+def test_a_place_without_a_run_is_said(tmp_path):
     with pytest.raises(ConfigError):
         RunBeside(str(tmp_path / "nothing.json"))
     for place in ("http://evil.example/#x", "http://127.0.0.1:80@evil.example/#x"):

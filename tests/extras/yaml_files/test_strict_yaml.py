@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,13 +37,13 @@ def refusal(content: str | bytes, name: str = "c.yaml", **how: Any) -> str:
         *(("[1, a]", [1, "a"]), ("{1: null}", {"1": None}), ("\n- 1\n- b: 2\n", [1, {"b": 2}])),
     ],
 )
-def test_a_value_is_that_of_json_or_a_text(text: str, value: Any) -> None:
+def test_a_value_is_that_of_json_or_a_text(text, value):
     found = parsed(f"a: {text}")
     assert found == {"a": value}
     assert type(found["a"]) is type(value) or isinstance(value, dict)
 
 
-def test_keys_are_texts() -> None:
+def test_keys_are_texts():
     assert parsed("1: a\ntrue: b\nnull: c\n1e3: d\n") == dict(
         zip(["1", "true", "null", "1e3"], "abcd", strict=True)
     )
@@ -72,9 +71,7 @@ def test_keys_are_texts() -> None:
         ('{"a": 1}'.encode("utf-16"), "a: 1".encode("utf-16"), "is UTF-16 text or binary"),
     ],
 )
-def test_the_same_mistake_has_the_same_message(
-    as_json: str | bytes, as_yaml: str | bytes, message: str
-) -> None:
+def test_the_same_mistake_has_the_same_message(as_json, as_yaml, message):
     of_json, of_yaml = refusal(as_json, "c.json"), refusal(as_yaml, "c.yaml")
     assert message in of_yaml
     assert of_yaml == of_json.replace("c.json", "c.yaml")
@@ -100,13 +97,13 @@ def test_the_same_mistake_has_the_same_message(
         ("a: @x\n", "line 1, column 4: not valid YAML: found character '@' that cannot start"),
     ],
 )
-def test_what_only_yaml_has_is_refused_with_its_place(content: str, expected: str) -> None:
+def test_what_only_yaml_has_is_refused_with_its_place(content, expected):
     message = refusal(content)
     assert expected in message
     assert message.splitlines()[2].index("^") == int(message.split("column ")[1].split(":")[0]) + 3
 
 
-def test_another_programs_file_is_read_as_it_reads_it() -> None:
+def test_another_programs_file_is_read_as_it_reads_it():
     text = "d: &d {x: yes, y: 1}\ne: {<<: *d, y: 2}\nt: 1e-4\nw: 010\n"
     assert parsed(text, foreign=True) == {
         **{"d": {"x": True, "y": 1}, "e": {"x": True, "y": 2}},
@@ -129,7 +126,7 @@ def test_another_programs_file_is_read_as_it_reads_it() -> None:
         "a{0}: &a{0} {{<<: [*a{1}, *a{1}, *a{1}, *a{1}, *a{1}, *a{1}, *a{1}, *a{1}], b: 1}}\n",
     ],
 )
-def test_aliases_write_out_to_no_more_than_a_configuration(level: str) -> None:
+def test_aliases_write_out_to_no_more_than_a_configuration(level):
     first = "a0: &a0 {x0: 1}\n"
     bomb = first + "".join(level.format(n, n - 1) for n in range(1, 12))
     assert "its aliases write out to more than a configuration has" in refusal(bomb, foreign=True)
@@ -156,7 +153,7 @@ _VALUES = st.recursive(
 
 
 @given(st.dictionaries(_TEXTS, _VALUES, max_size=4), st.sampled_from([None, False, True]))
-def test_an_object_reads_the_same_from_yaml_and_json(raw, flow: bool | None) -> None:
+def test_an_object_reads_the_same_from_yaml_and_json(raw, flow):
     dumped = yaml.dump(
         raw, Dumper=_Dumper, default_flow_style=flow, allow_unicode=True, sort_keys=False
     )
@@ -175,7 +172,7 @@ _PARTS = st.sampled_from(
 
 
 @given(st.lists(_PARTS, max_size=14).map("".join), st.booleans())
-def test_any_text_is_an_object_or_refused_by_its_file(text: str, foreign: bool) -> None:
+def test_any_text_is_an_object_or_refused_by_its_file(text, foreign):
     refused = None
     try:
         assert isinstance(parsed(text, foreign=foreign), dict)
@@ -193,7 +190,7 @@ _CONFIG = {
 }
 
 
-def test_a_yaml_file_is_a_configuration_as_a_json_file_is(tmp_path: Path) -> None:
+def test_a_yaml_file_is_a_configuration_as_a_json_file_is(tmp_path):
     (of_json := tmp_path / "c.json").write_text(json.dumps(_CONFIG))
     (of_yaml := tmp_path / "c.yml").write_text(
         """# the same
@@ -225,7 +222,7 @@ training:
         ("no_such: 1", "unknown key"),
     ],
 )
-def test_words_of_yaml_are_refused_by_the_schema(wrong: str, message: str, tmp_path: Path) -> None:
+def test_words_of_yaml_are_refused_by_the_schema(wrong, message, tmp_path):
     (file := tmp_path / "c.yaml").write_text(json.dumps(_CONFIG)[:-2] + f", {wrong}}}}}")
     with pytest.raises(ConfigError) as caught:
         load_config(file)
@@ -234,7 +231,7 @@ def test_words_of_yaml_are_refused_by_the_schema(wrong: str, message: str, tmp_p
     assert message in str(caught.value)
 
 
-def test_a_configuration_may_be_a_dictionary(monkeypatch, tmp_path) -> None:
+def test_a_configuration_may_be_a_dictionary(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     before = json.dumps(_CONFIG)
     config = load_config(_CONFIG, ["training.seed=7"])
@@ -245,7 +242,7 @@ def test_a_configuration_may_be_a_dictionary(monkeypatch, tmp_path) -> None:
         load_config({**_CONFIG, "training": {"seed": "x"}})
 
 
-def test_the_ending_says_which_a_file_is(tmp_path: Path) -> None:
+def test_the_ending_says_which_a_file_is(tmp_path):
     (file := tmp_path / "fleet.yml").write_text("a: 1e3\n")
     assert read_object(file) == {"a": 1000.0}
     file = file.rename(tmp_path / "fleet.json")

@@ -34,7 +34,7 @@ def star(
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def config(tmp_path):
     """Workers 1 and 2 on this machine, with one and two threads; `tmp_path` is the base."""
     workers = [
         {"id": i, "ip": "127.0.0.1", "port": free_ports(1)[0], "num_threads": i} for i in (1, 2)

@@ -11,21 +11,21 @@ import pytest
 from hetero_framework.cluster.child import describe_end, describe_exit
 
 
-def test_exit_codes_and_signals_have_words() -> None:
+def test_exit_codes_and_signals_have_words():
     assert describe_exit(2) == "exit code 2"
     assert describe_exit(-signal.SIGTERM) == "signal SIGTERM"
     assert describe_exit(-999) == "signal 999"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
-def test_a_sigkill_is_looked_up_in_the_kernels_log() -> None:
+def test_a_sigkill_is_looked_up_in_the_kernels_log():
     assert describe_end(7, -signal.SIGTERM, 3) == "signal SIGTERM"
     assert describe_end(7, 1, 3) == "exit code 1"
     assert describe_end(7, -signal.SIGKILL, None).startswith("signal SIGKILL (")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-def test_the_end_of_a_life_line_interrupts_any_wait_as_sigterm_does() -> None:
+def test_the_end_of_a_life_line_interrupts_any_wait_as_sigterm_does():
     program = (
         "import argparse, signal, sys, threading\n"
         "from hetero_framework.commands.options import keep_life_line\n"

@@ -105,7 +105,7 @@ def ready(worker: int) -> HostEvent:
 
 
 @pytest.fixture
-def links(monkeypatch: pytest.MonkeyPatch) -> Links:
+def links(monkeypatch):
     made = Links()
     monkeypatch.setattr(cluster_module, "WorkerLinks", lambda *args, **options: made)
     monkeypatch.setattr(cluster_module, "Pipeline", lambda *args, **options: FakePipeline())
@@ -168,7 +168,7 @@ def names(links: Links, *kinds: type[Body]) -> list[tuple[Any, str]]:
 
 
 @pytest.fixture
-def assembled(links: Links) -> Cluster:
+def assembled(links):
     """A run whose workers are ready."""
     made = started(links)
     links.events = [ready(1), ready(2)]
@@ -180,7 +180,7 @@ def events(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [record.event for record in caplog.records if hasattr(record, "event")]
 
 
-def test_workers_are_set_up_and_started_once_all_are_ready(links: Links) -> None:
+def test_workers_are_set_up_and_started_once_all_are_ready(links):
     cluster = started(links)
     links.events = [ready(2), ready(1)]
     cluster.assemble(config())
@@ -190,9 +190,7 @@ def test_workers_are_set_up_and_started_once_all_are_ready(links: Links) -> None
     assert cluster.loaded.needs == [False, False, True]
 
 
-def test_f20_another_torch_version_is_reported(
-    links: Links, logged: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_f20_another_torch_version_is_reported(links, logged, monkeypatch):
     monkeypatch.setattr(cluster_module.LocalWorkers, "start", lambda self: None)
     here = torch.__version__.split("+")[0]
     builds = {1: f"{here}+cu126", 2: "0.4.0"}
@@ -204,9 +202,7 @@ def test_f20_another_torch_version_is_reported(
     assert "worker 2 has torch 0.4.0" in line
 
 
-def test_the_thread_that_starts_it_makes_its_device_the_current_one(
-    links: Links, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_thread_that_starts_it_makes_its_device_the_current_one(links, monkeypatch):
     used: list[threading.Thread] = []
 
     class Recording(Device):
@@ -220,7 +216,7 @@ def test_the_thread_that_starts_it_makes_its_device_the_current_one(
     assert used == [threading.current_thread()]
 
 
-def test_a_short_loss_of_a_link_during_loading_is_recovered(links: Links) -> None:
+def test_a_short_loss_of_a_link_during_loading_is_recovered(links):
     cluster = started(links)
     links.events = [ready(1), LinkLost(1, "reset"), ready(2), ready(1)]
     cluster.assemble(config())
@@ -228,7 +224,7 @@ def test_a_short_loss_of_a_link_during_loading_is_recovered(links: Links) -> Non
     assert names(links, m.Start) == [(1, "START"), (2, "START")]
 
 
-def test_worker_that_loads_for_too_long_is_named(links: Links, monkeypatch: Any) -> None:
+def test_worker_that_loads_for_too_long_is_named(links, monkeypatch):
     now = iter(range(0, 10_000, 100))
     monkeypatch.setattr(cluster_module.time, "monotonic", lambda: next(now))
     cluster = started(links)
@@ -237,7 +233,7 @@ def test_worker_that_loads_for_too_long_is_named(links: Links, monkeypatch: Any)
         cluster.assemble(config(load_timeout_s=900))
 
 
-def test_files_that_cannot_be_read_in_time_end_the_wait(links: Links, monkeypatch: Any) -> None:
+def test_files_that_cannot_be_read_in_time_end_the_wait(links, monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(Cluster, "_expected_weights", lambda self: go.wait(30.0) and None)
     cluster = started(links)
@@ -249,9 +245,7 @@ def test_files_that_cannot_be_read_in_time_end_the_wait(links: Links, monkeypatc
         go.set()
 
 
-def test_worker_that_comes_back_is_told_of_the_commit_again(
-    assembled: Cluster, links: Links
-) -> None:
+def test_worker_that_comes_back_is_told_of_the_commit_again(assembled, links):
     links.back = lambda worker: True
     assembled.recovery.recover(LinkLost(1, "reset"))
     assert assembled.pipeline.repeated == [1]  # type: ignore[attr-defined]
@@ -259,9 +253,7 @@ def test_worker_that_comes_back_is_told_of_the_commit_again(
     assert m.Commit.spec.name not in dict(links.sent).values()
 
 
-def test_a_worker_without_its_stages_makes_the_run_go_back(
-    assembled: Cluster, links: Links
-) -> None:
+def test_a_worker_without_its_stages_makes_the_run_go_back(assembled, links):
     with pytest.raises(StagesLost) as raised:
         assembled.recovery.recover(LinkLost(1, "reset"))
     assert raised.value.worker == 1
@@ -273,9 +265,7 @@ def test_a_worker_without_its_stages_makes_the_run_go_back(
     assert assembled.members.those(WorkerState.READY) == [1, 2]
 
 
-def test_link_between_workers_that_breaks_while_one_loads_is_relayed_for(
-    assembled: Cluster, links: Links, logged: list[str]
-) -> None:
+def test_link_between_workers_that_breaks_while_one_loads_is_relayed_for(assembled, links, logged):
     """The other end of a dead process's link may notice late."""
     links.direct.open = {frozenset((1, 2))}
     with pytest.raises(StagesLost):
@@ -290,9 +280,7 @@ def test_link_between_workers_that_breaks_while_one_loads_is_relayed_for(
 
 
 @pytest.mark.parametrize("lost", [LinkLost(1, "reset"), DirectLost(1, 2, "reset")], ids=type)
-def test_a_link_lost_during_the_liveness_question_ends_no_worker(
-    lost: Exception, assembled: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_lost_during_the_liveness_question_ends_no_worker(lost, assembled, monkeypatch):
     killer = Killer()
     monkeypatch.setattr(assembled.recovery, "_local", killer)
     monkeypatch.setattr(assembled.pipeline, "answering", raising(lost))
@@ -313,8 +301,8 @@ class Killer:
 
 @pytest.mark.parametrize("hanging", [{1}, {2}, {1, 2}])
 def test_hanging_workers_are_killed_here_and_told_to_quit_elsewhere(
-    hanging: set[int], assembled: Cluster, links: Links, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    hanging, assembled, links, monkeypatch
+):
     killer = Killer()
     monkeypatch.setattr(assembled.recovery, "_local", killer)
     assembled.pipeline.alive = {1, 2} - hanging  # type: ignore[attr-defined]
@@ -324,25 +312,25 @@ def test_hanging_workers_are_killed_here_and_told_to_quit_elsewhere(
     assert links.sent == [(2, "QUIT")] * (2 in hanging)
 
 
-def test_step_that_stands_still_though_all_workers_answer_ends_the_run(assembled: Cluster) -> None:
+def test_step_that_stands_still_though_all_workers_answer_ends_the_run(assembled):
     with pytest.raises(PeerLostError, match="nothing has moved; every worker answers"):
         assembled.recovery._end_hanging("nothing has moved")
 
 
-def test_workers_hear_how_a_run_was_stopped_and_not_how_to_resume_it() -> None:
+def test_workers_hear_how_a_run_was_stopped_and_not_how_to_resume_it():
     why = "stopped by SIGTERM after step 3"
     stopped = StoppedEarly(why, hint="continue with --resume latest")
     assert cluster_module._goodbye(stopped) == m.Bye(f"the run ended: {why}")
 
 
-def test_the_link_of_a_pair_is_reported_once(links: Links, caplog: Any) -> None:
+def test_the_link_of_a_pair_is_reported_once(links, caplog):
     links.direct.open = {frozenset((1, 2))}
     with caplog.at_level(logging.INFO, "hetero_framework"):
         started(links, plan=["local", 1, 2, 1, 2])._connect_workers()
     assert [event["workers"] for event in events(caplog)] == ["1, 2"]
 
 
-def test_worker_that_leaves_is_an_event_of_the_run(assembled: Cluster, caplog: Any) -> None:
+def test_worker_that_leaves_is_an_event_of_the_run(assembled, caplog):
     leaving = WorkerLeaving(2, "it was stopped on its own machine (SIGTERM)")
     with caplog.at_level(logging.INFO, "hetero_framework"), pytest.raises(WorkerLeaving):
         assembled.retrying(raising(leaving))
@@ -351,7 +339,7 @@ def test_worker_that_leaves_is_an_event_of_the_run(assembled: Cluster, caplog: A
     assert "SIGTERM" in left["reason"]
 
 
-def test_step_whose_memory_ran_out_is_done_again_once(assembled: Cluster, caplog: Any) -> None:
+def test_step_whose_memory_ran_out_is_done_again_once(assembled, caplog):
     fates: list[StepOutOfMemory | None] = []
 
     def action() -> str:
@@ -373,7 +361,7 @@ def test_step_whose_memory_ran_out_is_done_again_once(assembled: Cluster, caplog
     assert fates == [None]
 
 
-def test_boundaries_know_where_a_direct_link_is_possible() -> None:
+def test_boundaries_know_where_a_direct_link_is_possible():
     boundaries = Boundaries(config(plan=["local", 1, 2, "local", 1, 2, 2]))
     between = [(a.index, b.index) for a, b in boundaries.between_workers]
     assert between == [(1, 2), (4, 5)]
@@ -382,7 +370,7 @@ def test_boundaries_know_where_a_direct_link_is_possible() -> None:
     assert Boundaries(config(links="relay")).between_workers == []
 
 
-def test_direct_link_that_cannot_be_had_is_an_error_where_it_was_asked_for(links: Links) -> None:
+def test_direct_link_that_cannot_be_had_is_an_error_where_it_was_asked_for(links):
     cluster = started(links)
     links.direct.problems = {frozenset((1, 2)): "worker 1 cannot reach worker 2: refused"}
     cluster._connect_workers()

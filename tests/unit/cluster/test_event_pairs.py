@@ -178,7 +178,7 @@ class Run(Coordinator):
 
 
 @pytest.fixture
-def stubbed(monkeypatch: pytest.MonkeyPatch) -> list[World]:
+def stubbed(monkeypatch):
     """The world that the next cluster's links lead to."""
     worlds: list[World] = []
     monkeypatch.setattr(cluster_module, "WorkerLinks", lambda *args, **options: worlds[-1])
@@ -218,9 +218,7 @@ def how_it_ends(run: Run) -> PeerLostError | None:
 @pytest.mark.parametrize("other", WorkerState, ids=lambda state: state.name)
 @pytest.mark.parametrize("own", WorkerState, ids=lambda state: state.name)
 @pytest.mark.parametrize("event", EVENTS)
-def test_an_event_of_one_worker_while_another_is_busy_is_recovered(
-    event: str, own: WorkerState, other: WorkerState, stubbed: list[World]
-) -> None:
+def test_an_event_of_one_worker_while_another_is_busy_is_recovered(event, own, other, stubbed):
     for after in range(RECEIVED):
         states = {1: own, 2: other}
         run = begun(stubbed, states, event, after)

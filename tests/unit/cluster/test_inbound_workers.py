@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -26,7 +23,7 @@ WELCOME = m.Welcome("2.13.0", "cpu", "CPU", 8, 7)
 
 
 @pytest.fixture
-def links(stack: ExitStack) -> WorkerLinks:
+def links(stack):
     """Of workers 1 and 2, which dial, and of which the plan has 1."""
     away = {"hostname": "laptop", "device": "cpu"}
     config = star(
@@ -42,7 +39,7 @@ def links(stack: ExitStack) -> WorkerLinks:
 
 
 @pytest.fixture
-def call(stack: ExitStack, links: WorkerLinks) -> Callable[[Body], Caller]:
+def call(stack, links):
     def dial(said: Body) -> Caller:
         made = Caller(links._config.coordinator.port, stack)
         made.send(said)
@@ -60,14 +57,12 @@ def served(links: WorkerLinks, caller: Caller) -> m.Welcome:
     return found.result(WAIT_S)[1]
 
 
-def test_worker_that_has_called_is_greeted_when_the_run_wants_it(
-    links: WorkerLinks, call: Callable[[Body], Caller]
-) -> None:
+def test_worker_that_has_called_is_greeted_when_the_run_wants_it(links, call):
     caller = call(m.Call(1, "p"))
     assert served(links, caller) == WELCOME
 
 
-def test_only_the_process_that_has_the_link_may_call_again(links: WorkerLinks, call: Any) -> None:
+def test_only_the_process_that_has_the_link_may_call_again(links, call):
     first = call(m.Call(1, "p"))
     served(links, first)
     second = call(m.Call(1, "another"))
@@ -82,12 +77,12 @@ def test_only_the_process_that_has_the_link_may_call_again(links: WorkerLinks, c
     assert found.result(WAIT_S) is True
 
 
-def test_an_unexpected_worker_is_refused_with_the_expected_ids(call: Any) -> None:
+def test_an_unexpected_worker_is_refused_with_the_expected_ids(call):
     refused = call(m.Call(7, "p")).expect(m.Reject)
     assert refused.message == "no worker 7 is expected to dial (these are: 1, 2)"
 
 
-def test_worker_of_another_version_is_told_so(call: Callable[[Body], Caller]) -> None:
+def test_worker_of_another_version_is_told_so(call):
     assert call(m.Call(1, "p", protocol=2)).expect(m.Reject).code == "protocol"
 
 
@@ -101,37 +96,35 @@ def test_worker_of_another_version_is_told_so(call: Callable[[Body], Caller]) ->
     ],
     ids=lambda said: said.spec.name,
 )
-def test_a_connection_that_begins_with_another_message_is_closed(said: Body, call: Any) -> None:
+def test_a_connection_that_begins_with_another_message_is_closed(said, call):
     assert call(said).ends() is not None
 
 
-def test_second_call_on_one_connection_is_out_of_order(links: WorkerLinks, call: Any) -> None:
+def test_second_call_on_one_connection_is_out_of_order(links, call):
     caller = call(m.Call(1, "p"))
     caller.send(m.Call(1, "p"))
     assert "CALL out of order" in caller.expect(m.Error).message
 
 
-def test_run_says_where_a_worker_should_have_called(links: WorkerLinks) -> None:
+def test_run_says_where_a_worker_should_have_called(links):
     where = f"127.0.0.1:{links._config.coordinator.port}"
     with pytest.raises(NetworkError, match=f"worker 1 has not dialled {where} in 0"):
         links._open(links._workers[1], 0.05)
 
 
-def test_a_loopback_name_of_the_coordinator_cannot_be_dialled(
-    links: WorkerLinks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loopback_name_of_the_coordinator_cannot_be_dialled(links, monkeypatch):
     monkeypatch.setattr(addresses, "is_loopback_by_name", lambda host: True)
     with pytest.raises(NetworkError, match="is a loopback address on this machine; workers"):
         links.listen()
 
 
-def test_the_port_is_closed_after_the_run(links: WorkerLinks) -> None:
+def test_the_port_is_closed_after_the_run(links):
     links.close(Message(m.Bye("over")), 1.0)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", links._config.coordinator.port), WAIT_S)
 
 
-def test_an_incomplete_call_does_not_block_the_port(links: WorkerLinks, call: Any) -> None:
+def test_an_incomplete_call_does_not_block_the_port(links, call):
     port = links._config.coordinator.port
     with socket.create_connection(("127.0.0.1", port), WAIT_S) as slow:
         slow.sendall(framed(Message(m.Call(1, "p")))[:10])

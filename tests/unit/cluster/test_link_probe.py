@@ -52,13 +52,13 @@ def size(message: Message) -> int:
 
 
 @pytest.fixture
-def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+def wire(monkeypatch):
     made = Wire(delay_s=0.01, up=10 * MB, down=100 * MB)
     monkeypatch.setattr(link_probe.time, "perf_counter", lambda: made.now)
     return made
 
 
-def test_round_trip_and_both_directions_are_told_apart(wire: Wire) -> None:
+def test_round_trip_and_both_directions_are_told_apart(wire):
     found = link_probe.measure(wire.ask, MB)
     assert found.round_trip_s == pytest.approx(0.02)
     assert found.up_bytes_per_s == pytest.approx(10 * MB)
@@ -66,9 +66,7 @@ def test_round_trip_and_both_directions_are_told_apart(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize(("shared", "times"), [(False, 1.0), (True, 2.0)])
-def test_a_shared_medium_is_distinguished_from_a_cable(
-    shared: bool, times: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_medium_is_distinguished_from_a_cable(shared, times, monkeypatch):
     wire = Wire(delay_s=0.01, up=10 * MB, down=10 * MB, shared=shared)
     monkeypatch.setattr(link_probe.time, "perf_counter", lambda: wire.now)
     found = link_probe.measure(wire.ask, MB)
@@ -76,19 +74,19 @@ def test_a_shared_medium_is_distinguished_from_a_cable(
     assert found.up_bytes_per_s == pytest.approx(10 * MB)
 
 
-def test_the_first_message_of_a_kind_is_not_measured(wire: Wire) -> None:
+def test_the_first_message_of_a_kind_is_not_measured(wire):
     wire.jitter = iter([1.5])
     assert link_probe.measure(wire.ask, MB).round_trip_s == pytest.approx(0.02)
 
 
-def test_slow_trips_do_not_make_the_link_look_fast(wire: Wire) -> None:
+def test_slow_trips_do_not_make_the_link_look_fast(wire):
     wire.jitter = iter([0.0, 0.0, *[0.09] * 19])  # one quick trip among slow ones
     found = link_probe.measure(wire.ask, MB)
     assert found.round_trip_s == pytest.approx(0.11)
     assert found.up_bytes_per_s == pytest.approx(10 * MB)
 
 
-def test_slow_link_is_measured_with_few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_link_is_measured_with_few_messages(monkeypatch):
     wire = Wire(delay_s=0.1, up=MB / 4, down=MB / 4)
     monkeypatch.setattr(link_probe.time, "perf_counter", lambda: wire.now)
     found = link_probe.measure(wire.ask, MB)
@@ -98,7 +96,7 @@ def test_slow_link_is_measured_with_few_messages(monkeypatch: pytest.MonkeyPatch
     assert wire.now < 20
 
 
-def test_bytes_cannot_be_compressed_and_have_the_size_asked_for() -> None:
+def test_bytes_cannot_be_compressed_and_have_the_size_asked_for():
     answer = control.answer(control.request(1, link_probe.SOURCE, {"bytes": 300_001}))
     assert answer is not None
     assert size(answer) == 300_001
@@ -106,13 +104,13 @@ def test_bytes_cannot_be_compressed_and_have_the_size_asked_for() -> None:
 
 
 @pytest.mark.parametrize("count", [0, -1, link_probe.MOST_BYTES + 1])
-def test_senseless_sizes_are_refused_where_they_are_asked_for(count: int) -> None:
+def test_senseless_sizes_are_refused_where_they_are_asked_for(count):
     answer = control.answer(control.request(1, link_probe.SOURCE, {"bytes": count}))
     assert answer is not None
     assert f"{count} bytes cannot be asked for" in answer.body.error
 
 
-def test_worker_measures_its_link_to_another_and_tells(wire: Wire) -> None:
+def test_worker_measures_its_link_to_another_and_tells(wire):
     asked: list[int | str] = []
 
     def ask_peer(worker: Any, question: Message, timeout_s: float, then: Any) -> Message:
@@ -128,7 +126,7 @@ def test_worker_measures_its_link_to_another_and_tells(wire: Wire) -> None:
     assert set(asked) == {"box"}
 
 
-def test_worker_without_a_link_tells_why() -> None:
+def test_worker_without_a_link_tells_why():
     lost = NetworkError("there is no link to worker 2")
     question = link_probe.peer_question(5, 2, MB).expect(Control)
     answer = over_the_wire(link_probe.answer_for_peer(question, raising(lost)))
@@ -138,7 +136,7 @@ def test_worker_without_a_link_tells_why() -> None:
 
 
 @pytest.mark.parametrize("data", [None, {}, {"peer": 2, "bytes": 0}, {"peer": 2, "bytes": "x"}])
-def test_question_that_makes_no_sense_is_answered(data: object) -> None:
+def test_question_that_makes_no_sense_is_answered(data):
     question = Control(link_probe.PEER, data, request=9)
     answer = link_probe.answer_for_peer(question, lambda *given: pytest.fail("asked"))
     assert answer.body.answers == 9
@@ -152,7 +150,7 @@ def test_question_that_makes_no_sense_is_answered(data: object) -> None:
         {"both_ways": 0.5}, {"more": 1}, {"round_trip_s": "1"}, {"round_trip_s": None},
     ],
 )  # fmt: skip
-def test_a_speed_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
+def test_a_speed_that_cannot_be_is_refused(change):
     speed = {"round_trip_s": 0.1, "up_bytes_per_s": 1e6, "down_bytes_per_s": 1e6, "both_ways": 1.0}
     assert link_probe.peer_speed(Message(Control(link_probe.PEER, speed))).round_trip_s == 0.1
     for data in ({**speed, **change}, [speed], None):

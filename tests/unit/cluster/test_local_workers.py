@@ -4,11 +4,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -42,7 +40,7 @@ def local(config: Config, ids: tuple[int, ...], behaviour: str) -> LocalWorkers:
 
 
 @pytest.fixture
-def started(config: Config, stack: ExitStack) -> Callable[..., LocalWorkers]:
+def started(config, stack):
     def start(behaviour: str, *ids: int) -> LocalWorkers:
         workers = stack.enter_context(local(config, ids or (1,), behaviour))
         workers.start()
@@ -66,9 +64,7 @@ def says_hello(log: Path) -> bool:
     return log.exists() and "True" in log.read_text(encoding="utf-8")
 
 
-def test_workers_start_with_their_threads_and_stop(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
-) -> None:
+def test_workers_start_with_their_threads_and_stop(config, tmp_path, monkeypatch, logged):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with local(config, (1, 2), "wait") as workers:
         workers.start()
@@ -87,7 +83,7 @@ def test_workers_start_with_their_threads_and_stop(
     assert [note.split(":")[0] for note in logged] == ["worker 1", "worker 2"]
 
 
-def test_a_worker_that_does_not_answer_is_killed(started: Any) -> None:
+def test_a_worker_that_does_not_answer_is_killed(started):
     workers = started("stubborn")
     process = pids(workers)[1]
     assert workers.kill(1)
@@ -117,7 +113,7 @@ TRANSFORMERS_CACHE TOKENIZERS_PARALLELISM
 """
 
 
-def test_children_get_what_they_need_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_get_what_they_need_and_no_secret(monkeypatch):
     secrets, needed = set(SECRETS.split()), set(NEEDED.split())
     for name in secrets | needed:
         monkeypatch.setenv(name, "x")
@@ -130,8 +126,8 @@ def test_children_get_what_they_need_and_no_secret(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("of_hub", [False, True])
 def test_workers_get_the_hubs_token_for_a_model_of_the_hub_alone(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_hub: bool
-) -> None:
+    config, tmp_path, monkeypatch, of_hub
+):
     for name in ("HF_TOKEN", "HF_OIDC_ID_TOKEN", "WANDB_API_KEY", "HF_HOME"):
         monkeypatch.setenv(name, "x")
     (tmp_path / "here").mkdir()
@@ -145,7 +141,7 @@ def test_workers_get_the_hubs_token_for_a_model_of_the_hub_alone(
     assert workers_log(config).read_text().split() == f"has HF_HOME{tokens}".split()
 
 
-def test_worker_that_ends_is_reported_with_its_last_lines_and_replaced(started: Any) -> None:
+def test_worker_that_ends_is_reported_with_its_last_lines_and_replaced(started):
     workers = ended(started("fail", 1, 2), 2)
     end = workers.exit_text(2)
     assert end is not None
@@ -157,7 +153,7 @@ def test_worker_that_ends_is_reported_with_its_last_lines_and_replaced(started: 
     assert 2 in pids(workers) or workers.exit_text(2)
 
 
-def test_killed_worker_is_reported_with_its_signal(started: Any) -> None:
+def test_killed_worker_is_reported_with_its_signal(started):
     workers = started("wait")
     psutil.Process(pids(workers)[1]).kill()
     said = str(ended(workers).exit_text(1))
@@ -167,14 +163,14 @@ def test_killed_worker_is_reported_with_its_signal(started: Any) -> None:
             assert "the kernel reports no such kill" in said
 
 
-def test_worker_that_is_just_ending_is_waited_for(started: Any) -> None:
+def test_worker_that_is_just_ending_is_waited_for(started):
     """Its links break before its exit code can be read."""
     workers = started("fail", 1, 2)
     assert "exit code 6" in (workers.exit_text(2, 30.0) or "")
     assert workers.exit_text(1, 0.05) is None
 
 
-def test_worker_that_already_listens_is_used(config: Config, logged: list[str]) -> None:
+def test_worker_that_already_listens_is_used(config, logged):
     listener = Listener("127.0.0.1", config.worker(1).port)
     with closing(listener), local(config, (1, 2), "wait") as workers:
         workers.start()  # early, and again when the run reaches for its workers
@@ -187,8 +183,8 @@ def test_worker_that_already_listens_is_used(config: Config, logged: list[str]) 
 
 @pytest.mark.parametrize("way", ["killed", "found its port in use"])
 def test_worker_whose_place_another_process_has_taken_is_not_started_again(
-    way: str, config: Config, started: Any, logged: list[str]
-) -> None:
+    way, config, started, logged
+):
     """Somebody has started it by hand meanwhile; both would want one port."""
     workers = started("wait" if way == "killed" else str(UserError.exit_code))
     if way == "killed":
@@ -202,7 +198,7 @@ def test_worker_whose_place_another_process_has_taken_is_not_started_again(
     assert not workers.starts(1)
 
 
-def test_worker_starts_once_that_of_another_session_is_gone(config: Config) -> None:
+def test_worker_starts_once_that_of_another_session_is_gone(config):
     listener = Listener("127.0.0.1", config.worker(1).port)
     with local(config, (1,), "wait") as workers:
         workers.start()
@@ -213,7 +209,7 @@ def test_worker_starts_once_that_of_another_session_is_gone(config: Config) -> N
         assert workers.starts(1)
 
 
-def test_worker_that_another_one_answered_for_is_forgotten(started: Any) -> None:
+def test_worker_that_another_one_answered_for_is_forgotten(started):
     """Both were started at once, and the other one had the port first; then it died."""
     workers = ended(started(str(UserError.exit_code)))
     workers.answers(1)
@@ -221,7 +217,7 @@ def test_worker_that_another_one_answered_for_is_forgotten(started: Any) -> None
     assert not workers.starts(1)
 
 
-def test_worker_that_had_no_port_for_a_while_is_started_again(started: Any) -> None:
+def test_worker_that_had_no_port_for_a_while_is_started_again(started):
     workers = ended(started(str(UserError.exit_code)))
     first = workers._children[1].process.pid
     workers.revive(1, threading.Event())
@@ -231,13 +227,11 @@ def test_worker_that_had_no_port_for_a_while_is_started_again(started: Any) -> N
 @pytest.mark.parametrize(
     ("code", "told"), [(75, True), (0, False), (1, False), (2, False), (6, False)]
 )
-def test_worker_that_was_told_to_end_is_known_by_its_exit_code(
-    code: int, told: bool, started: Any
-) -> None:
+def test_worker_that_was_told_to_end_is_known_by_its_exit_code(code, told, started):
     assert ended(started(str(code))).was_told_to_end(1) is told
 
 
-def test_stubborn_worker_is_killed_after_the_grace(config: Config, started: Any) -> None:
+def test_stubborn_worker_is_killed_after_the_grace(config, started):
     workers = started("stubborn")
     pid = pids(workers)[1]
     wait_until(lambda: says_hello(workers_log(config)))
@@ -262,7 +256,7 @@ time.sleep(60)  # it is killed
 """
 
 
-def test_workers_end_when_their_parent_is_killed(config: Config, tmp_path: Path) -> None:
+def test_workers_end_when_their_parent_is_killed(config, tmp_path):
     with parent(PARENT, config, stand_in(STAND_IN, "wait"), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         started = [int(pid) for pid in process.stdout.readline().split()]
@@ -272,13 +266,13 @@ def test_workers_end_when_their_parent_is_killed(config: Config, tmp_path: Path)
     wait_until(lambda: not any(is_running(pid) for pid in started))
 
 
-def test_ctrl_c_reaches_the_parent_alone(started: Any) -> None:
+def test_ctrl_c_reaches_the_parent_alone(started):
     workers = started("wait")
     if os.name != "nt":
         assert os.getpgid(pids(workers)[1]) != os.getpgid(0)
 
 
-def test_program_that_cannot_be_started_is_a_resource_error(config: Config) -> None:
+def test_program_that_cannot_be_started_is_a_resource_error(config):
     workers = LocalWorkers(config, (1,), program=["/does/not/exist"])
     with pytest.raises(ResourceError, match="cannot start the workers"):
         workers.start()
@@ -292,28 +286,28 @@ def pauses(*deaths_s: float) -> list[float | None]:
     return [policy.died(at) for at in deaths_s]
 
 
-def test_the_first_restart_is_at_once_and_the_next_ones_wait_longer() -> None:
+def test_the_first_restart_is_at_once_and_the_next_ones_wait_longer():
     assert pauses(100.0, 101.0, 103.0, 106.0) == [0.0, 1.0, 2.0, 4.0]
 
 
 @pytest.mark.parametrize("between_s", [0.0, 1.0, DEATHS_S / (MAX_DEATHS - 1)])
-def test_five_deaths_within_ten_minutes_are_too_many(between_s: float) -> None:
+def test_five_deaths_within_ten_minutes_are_too_many(between_s):
     found = pauses(*(7.0 + between_s * k for k in range(5)))
     assert None not in found[:4]
     assert found[4] is None
 
 
-def test_further_deaths_after_too_many_are_too_many() -> None:
+def test_further_deaths_after_too_many_are_too_many():
     assert pauses(*([1.0] * 7))[4:] == [None] * 3
 
 
-def test_rarer_deaths_are_never_too_many_and_cost_short_pauses_only() -> None:
+def test_rarer_deaths_are_never_too_many_and_cost_short_pauses_only():
     """As where a machine loses its worker every few minutes, for days."""
     found = pauses(*(160.0 * k for k in range(2000)))
     assert found[:4] == [0.0, 1.0, 2.0, 4.0]
     assert set(found[4:]) == {4.0}
 
 
-def test_ten_minutes_without_a_death_begin_anew() -> None:
+def test_ten_minutes_without_a_death_begin_anew():
     times = accumulate([0.0, 1.0, 1.0, DEATHS_S + 1.0, 1.0])
     assert pauses(*times) == [0.0, 1.0, 2.0, 0.0, 1.0]

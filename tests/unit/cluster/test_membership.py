@@ -24,34 +24,34 @@ def after(*events: Event) -> Membership:
     return members
 
 
-def test_worker_is_dialled_set_up_and_started() -> None:
+def test_worker_is_dialled_set_up_and_started():
     members = Membership([1])
     assert [members.on(1, event) for event in START] == [(), (), (Action.SET_UP,), ()]
     assert members._states[1] is WorkerState.READY
 
 
-def test_link_that_blinks_costs_nothing_while_stages_load() -> None:
+def test_link_that_blinks_costs_nothing_while_stages_load():
     members = after(*START[:3])
     assert members.on(1, Event.LINK_LOST) == (Action.DIAL,)
     assert members.on(1, Event.FRESH) == (Action.SET_UP,)
     assert members._states[1] is WorkerState.LOADING
 
 
-def test_worker_that_comes_back_with_its_stages_goes_on() -> None:
+def test_worker_that_comes_back_with_its_stages_goes_on():
     members = after(*START)
     assert members.on(1, Event.LINK_LOST) == (Action.DIAL,)
     assert members.on(1, Event.BACK) == (Action.REPEAT_COMMIT,)
     assert members._states[1] is WorkerState.READY
 
 
-def test_worker_that_comes_back_in_a_new_process_joins_again() -> None:
+def test_worker_that_comes_back_in_a_new_process_joins_again():
     members = after(*START, Event.LINK_LOST)
     assert members.on(1, Event.FRESH) == (Action.REJOIN,)
     assert members.those(WorkerState.JOINING) == [1]
     assert members.on(1, Event.PLANNED) == (Action.SET_UP,)
 
 
-def test_worker_that_does_not_come_back_ends_the_run() -> None:
+def test_worker_that_does_not_come_back_ends_the_run():
     members = after(*START, Event.LINK_LOST)
     assert members.on(1, Event.GONE) == (Action.GIVE_UP,)
     assert members._states[1] is WorkerState.LEFT
@@ -60,7 +60,7 @@ def test_worker_that_does_not_come_back_ends_the_run() -> None:
 @pytest.mark.parametrize(
     ("event", "action"), [(Event.GONE, Action.GIVE_UP), (Event.LEAVING, Action.HAND_OVER)]
 )
-def test_worker_that_has_left_may_be_replaced(event: Event, action: Action) -> None:
+def test_worker_that_has_left_may_be_replaced(event, action):
     members = after(*START)
     assert members.on(1, event) == (action,)
     for event in START:
@@ -68,7 +68,7 @@ def test_worker_that_has_left_may_be_replaced(event: Event, action: Action) -> N
     assert members._states[1] is WorkerState.READY
 
 
-def test_link_that_breaks_too_often_in_one_step_counts_as_gone() -> None:
+def test_link_that_breaks_too_often_in_one_step_counts_as_gone():
     members = after(*START)
     for _ in range(2):
         for _ in range(MAX_RECOVERIES):
@@ -82,7 +82,7 @@ def test_link_that_breaks_too_often_in_one_step_counts_as_gone() -> None:
 
 
 @given(EVENTS)
-def test_membership_follows_its_table_for_any_events(events: list[tuple[int | str, Event]]) -> None:
+def test_membership_follows_its_table_for_any_events(events):
     members = Membership([1, "box"])
     for worker, event in events:
         state = members._states[worker]
@@ -98,27 +98,27 @@ def test_membership_follows_its_table_for_any_events(events: list[tuple[int | st
         assert Action.REJOIN not in actions or after is WorkerState.JOINING
 
 
-def test_stages_take_part_only_when_loaded_or_kept() -> None:
+def test_stages_take_part_only_when_loaded_or_kept():
     ready, loaded = WorkerState.READY, (WorkerState.LOADING, Event.LOADED)
     begins = {key for key, (after, _) in TABLE.items() if after is ready and key[0] is not ready}
     assert begins == {loaded, (WorkerState.LOST, Event.BACK)}
 
 
-def test_every_event_in_every_state_is_in_the_table() -> None:
+def test_every_event_in_every_state_is_in_the_table():
     assert TABLE.keys() == {(state, event) for state in WorkerState for event in Event}
 
 
-def test_a_worker_that_leaves_before_loading_changes_nothing() -> None:
+def test_a_worker_that_leaves_before_loading_changes_nothing():
     for state in (WorkerState.JOINING, WorkerState.LOADING):
         assert TABLE[state, Event.LEAVING] == (state, ())
         assert TABLE[state, Event.LINK_LOST] == (state, (Action.DIAL,))
 
 
-def test_every_state_goes_to_joining_when_dialled() -> None:
+def test_every_state_goes_to_joining_when_dialled():
     assert {TABLE[state, Event.DIAL] for state in WorkerState} == {(WorkerState.JOINING, ())}
 
 
-def test_the_loss_of_a_worker_without_layers_holds_up_no_step() -> None:
+def test_the_loss_of_a_worker_without_layers_holds_up_no_step():
     members = after(*START[:3])
     assert members.on(1, Event.SPARED) == ()
     for lost in (Event.LINK_LOST, Event.LEAVING, Event.GONE):
@@ -129,7 +129,7 @@ def test_the_loss_of_a_worker_without_layers_holds_up_no_step() -> None:
     assert members.on(1, Event.PLANNED) == (Action.SET_UP,)
 
 
-def test_a_broken_link_is_redialled_or_given_up_in_every_state() -> None:
+def test_a_broken_link_is_redialled_or_given_up_in_every_state():
     for state in WorkerState:
         if state in (WorkerState.ABSENT, WorkerState.SPARE):
             continue

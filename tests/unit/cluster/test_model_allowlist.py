@@ -37,9 +37,7 @@ def check(asked: Config, own: Config) -> Config:
         (None, None, None),
     ],
 )
-def test_models_named_in_the_workers_own_file_are_permitted(
-    asked: str | None, own: str | None, models: list[str] | None, tmp_path: Path
-) -> None:
+def test_models_named_in_the_workers_own_file_are_permitted(asked, own, models, tmp_path):
     check(config(tmp_path / "coordinator's", asked), config(tmp_path / "own [1]", own, models))
 
 
@@ -58,9 +56,7 @@ def test_models_named_in_the_workers_own_file_are_permitted(
         ("{0}", "A", None),
     ],
 )
-def test_other_models_are_refused_with_the_permitted_ones(
-    asked: str, own: str | None, models: list[str] | None, tmp_path: Path
-) -> None:
+def test_other_models_are_refused_with_the_permitted_ones(asked, own, models, tmp_path):
     with pytest.raises(ConfigError) as caught:
         check(config(tmp_path, asked), config(tmp_path, own, models))
     said = caught.value.message
@@ -70,7 +66,7 @@ def test_other_models_are_refused_with_the_permitted_ones(
     assert '"models" of worker 1' in str(caught.value.hint)
 
 
-def test_an_adapter_is_a_path_too(tmp_path: Path) -> None:
+def test_an_adapter_is_a_path_too(tmp_path):
     asked = config(tmp_path, "m", adapter={"init_from": "/srv/adapter"})
     with pytest.raises(ConfigError, match="may not load the adapter '/srv/adapter'"):
         check(asked, config(tmp_path, "m"))
@@ -83,11 +79,11 @@ def in_place(base: Path, fields: dict[str, Any], models: list[str] | None = None
     return Config.from_dict({**raw, "model": {"from_config": fields, "tokenizer": "t"}}, base)
 
 
-def test_no_model_section_reads_no_file(tmp_path: Path) -> None:
+def test_no_model_section_reads_no_file(tmp_path):
     check(config(tmp_path, "m").with_changes(model=None), config(tmp_path, "m"))
 
 
-def test_a_model_in_place_is_permitted_as_it_stands_in_the_own_file(tmp_path: Path) -> None:
+def test_a_model_in_place_is_permitted_as_it_stands_in_the_own_file(tmp_path):
     asked = in_place(tmp_path, {"model_type": "llama", "hidden_size": 64})
     check(asked, asked)
     check(asked, config(tmp_path, "m", ["*"]))
@@ -101,7 +97,7 @@ def test_a_model_in_place_is_permitted_as_it_stands_in_the_own_file(tmp_path: Pa
             check(asked, own)
 
 
-def test_the_tiny_model_of_a_measurement_is_permitted_and_no_larger_one(tmp_path: Path) -> None:
+def test_the_tiny_model_of_a_measurement_is_permitted_and_no_larger_one(tmp_path):
     check(in_place(tmp_path, {**TINY, "num_hidden_layers": 2}), config(tmp_path, "m"))
     for more in ({"num_hidden_layers": 3}, {"num_hidden_layers": 2, "hidden_size": 64}):
         with pytest.raises(ConfigError):
@@ -125,9 +121,7 @@ def test_the_tiny_model_of_a_measurement_is_permitted_and_no_larger_one(tmp_path
         ("m/../link", None, ["m*"], None),
     ],
 )
-def test_the_path_that_is_checked_is_the_one_that_is_opened(
-    asked: str, own: str | None, models: list[str] | None, opened: str | None, tmp_path: Path
-) -> None:
+def test_the_path_that_is_checked_is_the_one_that_is_opened(asked, own, models, opened, tmp_path):
     job = tmp_path / "job"
     for folder in ("job/m", "disk/data", "disk/m", "disk/shelf/a"):
         (tmp_path / folder).mkdir(parents=True)

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from hetero_framework.cluster import oom_killer
 
 
-def test_the_kernel_is_asked_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_asked_why(tmp_path, monkeypatch):
     counters, messages = tmp_path / "vmstat", tmp_path / "kmsg"
     monkeypatch.setattr(oom_killer, "_COUNTERS", counters)
     monkeypatch.setattr(oom_killer, "_MESSAGES", messages)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from hetero_framework.cluster.outbound_worker import OutboundWorker
 from hetero_framework.config import CoordinatorConfig
 from hetero_framework.core import messages as m
@@ -16,9 +14,7 @@ from hetero_framework.security.access import LOOPBACK_ONLY
 from tests.waiting import WAIT_S
 
 
-def test_connection_that_cannot_be_begun_is_closed_and_dialled_again(
-    monkeypatch: pytest.MonkeyPatch, logged: list[str]
-) -> None:
+def test_connection_that_cannot_be_begun_is_closed_and_dialled_again(monkeypatch, logged):
     """No error may end the thread: nobody else would look for the coordinator."""
     monkeypatch.setattr(timeouts, "CALL_PAUSE_S", 0.01)
     listener, begun = Listener("127.0.0.1", 0), []

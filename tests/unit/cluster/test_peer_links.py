@@ -5,8 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -35,7 +33,7 @@ TENSOR = torch.arange(6.0).view(1, 2, 3)
 
 
 @pytest.fixture(autouse=True)
-def no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_leaks(monkeypatch):
     """Every test ends with the threads that it began with, and soon."""
     monkeypatch.setattr(timeouts, "TICK_S", 0.02)
     threads = set(threading.enumerate())
@@ -131,7 +129,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(stack: ExitStack) -> Callable[..., Machine]:
+def machine(stack):
     def make(*args: Any) -> Machine:
         made = Machine(*args)
         stack.callback(made.close)
@@ -144,12 +142,12 @@ Pair = tuple[Machine, Machine]
 
 
 @pytest.fixture
-def pair(machine: Callable[..., Machine]) -> Pair:
+def pair(machine):
     return machine(1), machine("box")
 
 
 @pytest.fixture
-def linked(pair: Pair) -> Pair:
+def linked(pair):
     link_up(*pair)
     return pair
 
@@ -161,7 +159,7 @@ def link_up(one: Machine, other: Machine, name: int | str = "box") -> None:
 # ---- meeting
 
 
-def test_a_hanging_dial_is_reported_in_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_dial_is_reported_in_time(pair, monkeypatch):
     """As a name server that does not answer has it."""
     one, other = pair
     go = threading.Event()
@@ -180,7 +178,7 @@ def test_a_hanging_dial_is_reported_in_time(pair: Pair, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("kind", [m.Forward, m.Backward])
-def test_tensors_go_both_ways_over_the_link(linked: Pair, kind: type[Body]) -> None:
+def test_tensors_go_both_ways_over_the_link(linked, kind):
     one, other = linked
     for sender, receiver, name in ((one, other, "box"), (other, one, 1)):
         written = threading.Event()
@@ -192,7 +190,7 @@ def test_tensors_go_both_ways_over_the_link(linked: Pair, kind: type[Body]) -> N
         assert sender.links.bytes_sent() > TENSOR.nbytes
 
 
-def test_frames_up_to_the_agreed_size_pass(linked: Pair) -> None:
+def test_frames_up_to_the_agreed_size_pass(linked):
     """Both sides have left the small limit of the handshake; beyond the agreed one is an error."""
     one, other = linked
     large = torch.zeros(HANDSHAKE_MAX_FRAME_BYTES)
@@ -205,7 +203,7 @@ def test_frames_up_to_the_agreed_size_pass(linked: Pair) -> None:
             sender.links.send(name, message)
 
 
-def test_several_are_dialled_at_once_and_each_has_its_answer(machine: Any) -> None:
+def test_several_are_dialled_at_once_and_each_has_its_answer(machine):
     one, other, third = machine(1), machine(2), machine(3, "another run")
     [port] = free_ports(1)
     results = one.dial(other.entry(2), third.entry(3), other.entry(4, port), timeout_s=3.0)
@@ -216,7 +214,7 @@ def test_several_are_dialled_at_once_and_each_has_its_answer(machine: Any) -> No
     assert "nothing listens on that port" in results[2].problem
 
 
-def test_an_empty_list_to_dial_is_answered(machine: Callable[..., Machine]) -> None:
+def test_an_empty_list_to_dial_is_answered(machine):
     assert machine(1).dial() == ()
 
 
@@ -228,9 +226,7 @@ def test_an_empty_list_to_dial_is_answered(machine: Callable[..., Machine]) -> N
         (("tower",), "box", "this is worker tower, not box"),
     ],
 )
-def test_stranger_is_refused_and_both_sides_know_why(
-    machine: Callable[..., Machine], other: tuple[Any, ...], name: str, problem: str
-) -> None:
+def test_stranger_is_refused_and_both_sides_know_why(machine, other, name, problem):
     one, stranger = machine(1), machine(*other)
     assert one.dial(stranger.entry(name)) == (m.PeerResult(name, problem),)
     assert stranger.refusals == [problem]
@@ -238,7 +234,7 @@ def test_stranger_is_refused_and_both_sides_know_why(
     assert one.links.bytes_sent() == stranger.links.bytes_sent() == 0
 
 
-def test_a_certificate_of_another_worker_is_refused(pair: Pair) -> None:
+def test_a_certificate_of_another_worker_is_refused(pair):
     one, other = pair
     other.identity = Identity.of("home", 9)
     problem = "the certificate is that of worker 9, not worker 1"
@@ -248,12 +244,12 @@ def test_a_certificate_of_another_worker_is_refused(pair: Pair) -> None:
     assert one.dial(other.entry("box")) == (m.PeerResult("box", None),)
 
 
-def test_number_and_text_of_an_id_are_the_same_worker(machine: Callable[..., Machine]) -> None:
+def test_number_and_text_of_an_id_are_the_same_worker(machine):
     one, other = machine(1), machine(2)
     assert one.dial(other.entry("2")) == (m.PeerResult("2", None),)
 
 
-def test_other_version_is_refused(pair: Pair, monkeypatch: Any) -> None:
+def test_other_version_is_refused(pair, monkeypatch):
     one, other = pair
     versions = {"protocol": 99, "package": "9"}
     monkeypatch.setattr(m.PeerHello.__init__, "__kwdefaults__", versions)
@@ -261,14 +257,14 @@ def test_other_version_is_refused(pair: Pair, monkeypatch: Any) -> None:
     assert "version 99" in entry.problem
 
 
-def test_a_peer_that_does_not_answer_is_reported(pair: Pair) -> None:
+def test_a_peer_that_does_not_answer_is_reported(pair):
     one, other = pair
     other.answers_hello = False
     (result,) = one.dial(other.entry("box"), timeout_s=0.3)
     assert result == m.PeerResult("box", "it did not answer")
 
 
-def test_a_peer_that_hangs_up_is_reported_at_once(pair: Pair) -> None:
+def test_a_peer_that_hangs_up_is_reported_at_once(pair):
     one, other = pair
     other.answers_hello = False
     one.links.dial((other.entry("box"),), WAIT_S, LARGEST)
@@ -280,7 +276,7 @@ def test_a_peer_that_hangs_up_is_reported_at_once(pair: Pair) -> None:
     assert time.monotonic() - began < WAIT_S / 2
 
 
-def test_a_pair_is_linked_if_either_side_reaches_the_other(pair: Pair) -> None:
+def test_a_pair_is_linked_if_either_side_reaches_the_other(pair):
     one, other = pair
     other.stop_listening()
     [entry] = one.dial(other.entry("box"), timeout_s=0.3)
@@ -290,7 +286,7 @@ def test_a_pair_is_linked_if_either_side_reaches_the_other(pair: Pair) -> None:
     assert other.tensors.get(timeout=WAIT_S).name == "FORWARD"
 
 
-def test_new_link_takes_the_place_of_the_old_one(linked: Pair) -> None:
+def test_new_link_takes_the_place_of_the_old_one(linked):
     one, other = linked
     [first] = one.open
     link_up(one, other)
@@ -302,7 +298,7 @@ def test_new_link_takes_the_place_of_the_old_one(linked: Pair) -> None:
 # ---- while it lasts
 
 
-def test_link_that_breaks_is_reported_at_both_ends(linked: Pair) -> None:
+def test_link_that_breaks_is_reported_at_both_ends(linked):
     one, other = linked
     one.open[0].link._stream.stop()
     assert one.lost.get(timeout=WAIT_S) == "box"
@@ -311,14 +307,14 @@ def test_link_that_breaks_is_reported_at_both_ends(linked: Pair) -> None:
     assert not one.links.knows(one.open[0])
 
 
-def test_sending_over_a_link_that_has_just_gone_is_no_error(linked: Pair) -> None:
+def test_sending_over_a_link_that_has_just_gone_is_no_error(linked):
     one, _ = linked
     one.open[0].close(drain_s=0)
     one.links.send("box", boundary())
     one.links.ping()
 
 
-def test_goodbye_ends_the_link_without_a_report(linked: Pair) -> None:
+def test_goodbye_ends_the_link_without_a_report(linked):
     one, other = linked
     one.links.close()
     wait_until(lambda: other.open[0].closed, "the other end closed")
@@ -329,14 +325,14 @@ def test_goodbye_ends_the_link_without_a_report(linked: Pair) -> None:
     assert one.links.run_id is None
 
 
-def test_message_out_of_order_is_refused(linked: Pair) -> None:
+def test_message_out_of_order_is_refused(linked):
     _, other = linked
     message = Message(m.Loss(INFO.step, INFO.attempt, 0, 0.5))
     with pytest.raises(ProtocolError, match="sent LOSS out of order: FLOWING"):
         other.open[0].accept(message)
 
 
-def test_ping_measures_the_round_trip(linked: Pair) -> None:
+def test_ping_measures_the_round_trip(linked):
     one, _ = linked
     assert one.links.round_trips() == {}
     one.links.ping()
@@ -344,7 +340,7 @@ def test_ping_measures_the_round_trip(linked: Pair) -> None:
     assert 0 < one.links.round_trips()["box"] < WAIT_S
 
 
-def test_frames_are_watched_with_the_name_of_the_peer(pair: Pair) -> None:
+def test_frames_are_watched_with_the_name_of_the_peer(pair):
     one, other = pair
     seen: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     for end in pair:
@@ -358,7 +354,7 @@ def test_frames_are_watched_with_the_name_of_the_peer(pair: Pair) -> None:
 # ---- the end of a run
 
 
-def test_dialling_stops_when_the_run_is_over(pair: Pair) -> None:
+def test_dialling_stops_when_the_run_is_over(pair):
     """Nobody hears of it any more: the coordinator that asked is gone."""
     one, other = pair
     other.answers_hello = False
@@ -370,7 +366,7 @@ def test_dialling_stops_when_the_run_is_over(pair: Pair) -> None:
     assert one.open[0].closed
 
 
-def test_welcome_that_comes_when_the_run_is_over_opens_no_link(pair: Pair) -> None:
+def test_welcome_that_comes_when_the_run_is_over_opens_no_link(pair):
     one, other = pair
     greet = other.links.accept
 
@@ -388,7 +384,7 @@ def test_welcome_that_comes_when_the_run_is_over_opens_no_link(pair: Pair) -> No
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def slow(monkeypatch):
     """Handlers of these tests; "slow" answers when the event is set."""
     monkeypatch.setattr(control, "_handlers", {})
     go_on = threading.Event()
@@ -403,7 +399,7 @@ def raw(count: int) -> WireTensor:
     return WireTensor("uint8", (count,), memoryview(bytes(range(count))))
 
 
-def test_peer_answers_with_data_and_bytes(linked: Pair, slow: threading.Event) -> None:
+def test_peer_answers_with_data_and_bytes(linked, slow):
     one, other = linked
     question = control.request(5, "double", 21, (raw(7),))
     answer = one.links.ask("box", question, WAIT_S)
@@ -417,14 +413,12 @@ def test_peer_answers_with_data_and_bytes(linked: Pair, slow: threading.Event) -
     other.tensors.get(timeout=WAIT_S).release()
 
 
-def test_question_to_one_without_a_link_is_refused(machine: Callable[..., Machine]) -> None:
+def test_question_to_one_without_a_link_is_refused(machine):
     with pytest.raises(NetworkError, match="there is no link to worker 2"):
         machine(1).links.ask(2, control.request(1, "double", 1), WAIT_S)
 
 
-def test_a_silent_peer_is_reported_and_its_late_answer_dropped(
-    linked: Pair, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_peer_is_reported_and_its_late_answer_dropped(linked, slow, monkeypatch):
     one, other = linked
     handled: list[str] = []
     handle = control.answer
@@ -447,9 +441,7 @@ def test_a_silent_peer_is_reported_and_its_late_answer_dropped(
     assert handled == ["slow", "double"]
 
 
-def test_link_that_breaks_ends_the_question_and_is_reported(
-    linked: Pair, slow: threading.Event
-) -> None:
+def test_link_that_breaks_ends_the_question_and_is_reported(linked, slow):
     one, other = linked
     cut = threading.Timer(0.1, lambda: other.open[-1].close(drain_s=0))
     cut.start()
@@ -462,7 +454,7 @@ def test_link_that_breaks_ends_the_question_and_is_reported(
     cut.join()
 
 
-def test_end_of_the_run_ends_the_question(linked: Pair, slow: threading.Event) -> None:
+def test_end_of_the_run_ends_the_question(linked, slow):
     one, other = linked
     end = threading.Timer(0.1, other.links.close)
     end.start()
@@ -473,16 +465,14 @@ def test_end_of_the_run_ends_the_question(linked: Pair, slow: threading.Event) -
 
 
 @pytest.mark.parametrize("error", [OSError(22, "Invalid argument"), KeyError("x")])
-def test_dialling_that_fails_in_any_way_is_answered(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_dialling_that_fails_in_any_way_is_answered(pair, monkeypatch, error):
     one, other = pair
     monkeypatch.setattr(one.links, "_begin", raising(error))
     [entry] = one.dial(other.entry("box"))
     assert type(error).__name__ in entry.problem
 
 
-def test_dialling_without_a_thread_to_be_had_is_answered(pair: Pair, monkeypatch: Any) -> None:
+def test_dialling_without_a_thread_to_be_had_is_answered(pair, monkeypatch):
     one, other = pair
     real = threading.Thread.start
 

@@ -83,13 +83,13 @@ class Pipeline(FakePipeline):
         self._loop.done.append("forget commits")
 
 
-def test_a_dead_worker_loads_after_the_abort_and_before_the_rewind() -> None:
+def test_a_dead_worker_loads_after_the_abort_and_before_the_rewind():
     loop = Loop(LinkLost(1, "reset"))
     assert loop.recovery.run(loop) == "finished"
     assert loop.done == ["step", "forget commits", "abort", "load 1", "rewind"]
 
 
-def test_a_worker_that_leaves_hands_over_before_it_is_let_go() -> None:
+def test_a_worker_that_leaves_hands_over_before_it_is_let_go():
     loop = Loop(WorkerLeaving(2, LEAVING))
     assert loop.recovery.run(loop) == "finished"
     assert loop.done == [
@@ -97,7 +97,7 @@ def test_a_worker_that_leaves_hands_over_before_it_is_let_go() -> None:
     ]
 
 
-def test_a_run_that_cannot_go_on_without_a_worker_ends() -> None:
+def test_a_run_that_cannot_go_on_without_a_worker_ends():
     loop = Loop(LinkLost(1, "reset"), absence=True)
     with pytest.raises(PeerLostError, match="worker 1 does not come back") as raised:
         loop.recovery.run(loop)
@@ -106,7 +106,7 @@ def test_a_run_that_cannot_go_on_without_a_worker_ends() -> None:
 
 
 @pytest.mark.parametrize("loads", [False, True])
-def test_an_action_that_loads_all_stages_finds_none_loaded_before(loads: bool) -> None:
+def test_an_action_that_loads_all_stages_finds_none_loaded_before(loads):
     loop = Loop(StagesLost(1, "killed"))
     for event in (Event.DIAL, Event.FRESH):
         loop.recovery.members.on(1, event)

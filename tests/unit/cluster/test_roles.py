@@ -73,13 +73,11 @@ def machine(*found: str) -> MachineNames:
         (CLONES, machine("ubuntu", "10.0.0.2"), Role(False, (1,))),
     ],
 )
-def test_role_follows_addresses_and_names(
-    config: Config, identity: MachineNames, expected: Role
-) -> None:
+def test_role_follows_addresses_and_names(config, identity, expected):
     assert decide_role(config, identity=identity) == expected
 
 
-def test_role_given_on_the_command_line_wins() -> None:
+def test_role_given_on_the_command_line_wins():
     here = machine("x", "10.0.0.1")
     assert decide_role(THREE, worker_id="2", identity=here) == Role(False, (2,))
     assert decide_role(THREE, role="worker", worker_id=1, identity=here) == Role(False, (1,))
@@ -88,7 +86,7 @@ def test_role_given_on_the_command_line_wins() -> None:
     assert decide_role(LOOPBACK, role="worker", identity=there) == Role(False, (1, 2))
 
 
-def test_a_machine_without_an_entry_has_the_role_of_its_key() -> None:
+def test_a_machine_without_an_entry_has_the_role_of_its_key():
     elsewhere = machine("x", "10.0.0.9")
     assert decide_role(THREE, identity=elsewhere, keys=["2"]) == Role(False, (2,))
     assert decide_role(THREE, identity=machine("x", "10.0.0.2"), keys=["2"]) == Role(False, (1,))
@@ -96,7 +94,7 @@ def test_a_machine_without_an_entry_has_the_role_of_its_key() -> None:
         decide_role(THREE, identity=elsewhere, keys=["local", "2"])
 
 
-def test_coordinators_own_workers_are_found_by_its_address() -> None:
+def test_coordinators_own_workers_are_found_by_its_address():
     config = config_of(("desk", "10.0.0.1"), (None, "10.0.0.1"), ("box", "10.0.0.2"))
     assert decide_role(config, identity=machine("x", "10.0.0.1")) == Role(True, (1,))
     # Behind a translated address only --role says who this is; its own workers stay its own.
@@ -105,7 +103,7 @@ def test_coordinators_own_workers_are_found_by_its_address() -> None:
     assert local_worker_ids(config, behind) == (1,)
 
 
-def test_a_machine_without_a_role_is_shown_its_name_and_the_entries() -> None:
+def test_a_machine_without_a_role_is_shown_its_name_and_the_entries():
     with pytest.raises(ConfigError) as caught:
         decide_role(THREE, identity=machine("stranger", "10.7.7.7"))
     text = str(caught.value)
@@ -114,7 +112,7 @@ def test_a_machine_without_a_role_is_shown_its_name_and_the_entries() -> None:
     assert "--worker-id" in text
 
 
-def test_contradicting_options_are_refused() -> None:
+def test_contradicting_options_are_refused():
     with pytest.raises(ConfigError, match="exclude each other"):
         decide_role(THREE, role="coordinator", worker_id=1, identity=machine("x"))
     with pytest.raises(ConfigError, match="no worker"):
@@ -123,12 +121,12 @@ def test_contradicting_options_are_refused() -> None:
         decide_role(THREE, role="worker", identity=machine("x", "10.0.0.1"))
 
 
-def test_this_machine_is_the_coordinator_of_a_loopback_configuration() -> None:
+def test_this_machine_is_the_coordinator_of_a_loopback_configuration():
     assert "127.0.0.1" in this_machine().addresses
     assert decide_role(LOOPBACK) == Role(True, (1, 2))
 
 
-def test_threads_share_the_cores_of_a_machine() -> None:
+def test_threads_share_the_cores_of_a_machine():
     assert threads_for(LOOPBACK, "local", cores=16, environ={}) == 5
     assert threads_for(LOOPBACK, 2, cores=2, environ={}) == 1
     assert threads_for(THREE, 1, cores=16, environ={}) == 16
@@ -137,7 +135,7 @@ def test_threads_share_the_cores_of_a_machine() -> None:
     assert 1 <= threads_for(LOOPBACK, 1, environ={}) <= available_cores()
 
 
-def test_threads_given_by_environment_or_entry_win() -> None:
+def test_threads_given_by_environment_or_entry_win():
     config = config_of((None, "127.0.0.1"), (None, "127.0.0.1"), threads=3)
     assert threads_for(config, 1, cores=16, environ={}) == 3
     assert threads_for(config, 1, cores=16, environ={"OMP_NUM_THREADS": "7"}) == 7
@@ -145,7 +143,7 @@ def test_threads_given_by_environment_or_entry_win() -> None:
     assert threads_for(config, 1, cores=16, environ={"OMP_NUM_THREADS": "many"}) == 3
 
 
-def test_a_worker_without_an_entry_takes_no_part() -> None:
+def test_a_worker_without_an_entry_takes_no_part():
     raw = LOOPBACK.to_dict()
     raw["shard_plan"].pop()
     config = Config.from_dict(raw)
@@ -155,7 +153,7 @@ def test_a_worker_without_an_entry_takes_no_part() -> None:
         decide_role(config, worker_id=2, identity=machine("x"))
 
 
-def test_a_machine_that_the_plan_leaves_out_gets_a_message() -> None:
+def test_a_machine_that_the_plan_leaves_out_gets_a_message():
     raw = THREE.to_dict()
     raw["shard_plan"].pop()
     with pytest.raises(ConfigError, match="worker 2 has no entry in shard_plan"):

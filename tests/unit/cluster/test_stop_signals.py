@@ -78,15 +78,15 @@ def told(steps: str, release_s: float = 60.0) -> tuple[int, str]:
         ("now parent SIGTERM SIGHUP", "[('paused', False), ('paused', False), ('paused', True)]"),
     ],
 )
-def test_an_order_is_passed_once_and_a_second_signal_is_immediate(steps: str, heard: str) -> None:
+def test_an_order_is_passed_once_and_a_second_signal_is_immediate(steps, heard):
     assert told(steps) == (0, heard)
 
 
-def test_a_process_that_does_not_end_is_ended() -> None:
+def test_a_process_that_does_not_end_is_ended():
     assert told("hang SIGTERM", release_s=0.1) == (75, "")
 
 
-def test_handlers_are_as_before_after_the_block() -> None:
+def test_handlers_are_as_before_after_the_block():
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals().obeyed_by(lambda reason, at_once: None):
         assert signal.getsignal(signal.SIGTERM) is not before
@@ -149,9 +149,7 @@ finally:
         ("early", "SIGTERM", 0, 75),
     ],
 )
-def test_a_worker_that_is_struck_as_it_ends_ends_in_order(
-    place: str, name: str, times: int, code: int
-) -> None:
+def test_a_worker_that_is_struck_as_it_ends_ends_in_order(place, name, times, code):
     done = run(ENDING, place, name, str(times))
     assert "Traceback" not in done.stderr
     assert done.returncode == code

@@ -9,9 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import wait
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +82,7 @@ def program(behaviour: str) -> list[str]:
 
 
 @pytest.fixture
-def serve(config: Config, stack: ExitStack) -> Callable[[str], Served]:
+def serve(config, stack):
     def start(behaviour: str) -> Served:
         served = Served(config, program(behaviour))
         stack.callback(served.finish)
@@ -94,7 +92,7 @@ def serve(config: Config, stack: ExitStack) -> Callable[[str], Served]:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     """Pauses before a restart take hundredths of a second."""
 
     class Quick(RestartPolicy):
@@ -113,21 +111,19 @@ def events(config: Config) -> list[dict[str, Any]]:
 # ---- lines and exit codes
 
 
-def test_lines_appear_behind_names_and_the_end_in_order_is_zero(config: Config, capfd: Any) -> None:
+def test_lines_appear_behind_names_and_the_end_in_order_is_zero(config, capfd):
     assert run_workers(config, (1, 2), program=program("done")) == 0
     lines = capfd.readouterr().err.splitlines()
     said = sorted(line.split(" with ")[0] for line in lines)
     assert said == ["worker 1 | hello from 1", "worker 2 | hello from 2"]
 
 
-def test_lines_of_a_single_worker_need_no_name(config: Config, capfd: Any) -> None:
+def test_lines_of_a_single_worker_need_no_name(config, capfd):
     assert run_workers(config, (1,), keep=True, program=program("done")) == 0
     assert capfd.readouterr().err == "hello from 1 with keep True\n"
 
 
-def test_processes_left_behind_by_a_worker_are_not_waited_for(
-    config: Config, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_left_behind_by_a_worker_are_not_waited_for(config, capfd, monkeypatch):
     monkeypatch.setattr(timeouts, "STOP_S", 0.1)
     before = set(threading.enumerate())
     assert run_workers(config, (1,), program=program("outlived")) == 0
@@ -137,7 +133,7 @@ def test_processes_left_behind_by_a_worker_are_not_waited_for(
     assert not printer.is_alive()
 
 
-def test_a_worker_that_fails_for_good_stops_the_others(config: Config, capfd: Any) -> None:
+def test_a_worker_that_fails_for_good_stops_the_others(config, capfd):
     assert run_workers(config, (1, 2), program=program("fail")) == 6
     said = capfd.readouterr().err
     assert "worker 2 | the reason" in said
@@ -148,7 +144,7 @@ def test_a_worker_that_fails_for_good_stops_the_others(config: Config, capfd: An
 
 
 @posix
-def test_a_killed_worker_is_started_again(serve: Any, config: Config, capfd: Any) -> None:
+def test_a_killed_worker_is_started_again(serve, config, capfd):
     served = serve("wait")
     first = served.started(1)
     os.kill(first, signal.SIGKILL)
@@ -164,9 +160,7 @@ def test_a_killed_worker_is_started_again(serve: Any, config: Config, capfd: Any
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_fifth_death_in_ten_minutes_ends_it_with_the_reason(
-    serve: Any, config: Config, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fifth_death_in_ten_minutes_ends_it_with_the_reason(serve, config, capfd):
     served = serve("bug")
     error = served.running.exception(WAIT_S)
     assert isinstance(error, PeerLostError)
@@ -189,9 +183,7 @@ sys.exit(run_workers(Config.from_dict(raw, base), (1, 2), program=program))
 
 
 @pytest.fixture
-def supervised(
-    config: Config, tmp_path: Path, stack: ExitStack
-) -> Callable[[str], subprocess.Popen[str]]:
+def supervised(config, tmp_path, stack):
     """A supervisor in a process of its own; both workers have begun."""
 
     def start(behaviour: str) -> subprocess.Popen[str]:
@@ -216,9 +208,7 @@ def workers_of(tmp_path: Path) -> list[int]:
     if os.name != "nt"
     else [],
 )
-def test_a_signal_is_told_to_the_workers_and_the_code_is_75(
-    supervised: Any, tmp_path: Path, number: signal.Signals, shown: str
-) -> None:
+def test_a_signal_is_told_to_the_workers_and_the_code_is_75(supervised, tmp_path, number, shown):
     process = supervised("wait")
     process.send_signal(number)
     _, said = process.communicate(timeout=WAIT_S)
@@ -229,7 +219,7 @@ def test_a_signal_is_told_to_the_workers_and_the_code_is_75(
 
 
 @posix
-def test_a_second_signal_ends_all_at_once(supervised: Any, tmp_path: Path) -> None:
+def test_a_second_signal_ends_all_at_once(supervised, tmp_path):
     process = supervised("deaf")
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)
@@ -238,7 +228,7 @@ def test_a_second_signal_ends_all_at_once(supervised: Any, tmp_path: Path) -> No
     wait_until(lambda: not any(map(is_running, workers_of(tmp_path))))
 
 
-def test_workers_end_with_a_supervisor_that_is_killed(supervised: Any, tmp_path: Path) -> None:
+def test_workers_end_with_a_supervisor_that_is_killed(supervised, tmp_path):
     process = supervised("wait")
     process.kill()
     wait_until(lambda: not any(map(is_running, workers_of(tmp_path))))

@@ -153,7 +153,7 @@ class Coordinator(Caller):
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
+def serve(monkeypatch):
     monkeypatch.setattr(timeouts, "TICK_S", 0.02)
     threads = set(threading.enumerate())
     with ExitStack() as stack:
@@ -177,9 +177,7 @@ def lost(served: Served) -> Callable[[], bool]:
         (7, "model.name_or_path: must be a text"),
     ],
 )
-def test_a_worker_refuses_a_model_not_in_its_file_and_stays_up(
-    name: Any, said: str, keep: bool, serve: Any
-) -> None:
+def test_a_worker_refuses_a_model_not_in_its_file_and_stays_up(name, said, keep, serve):
     served = serve(keep=keep)
     stranger = served.dial("stranger")
     stranger.expect(m.Welcome)
@@ -195,7 +193,7 @@ def test_a_worker_refuses_a_model_not_in_its_file_and_stays_up(
 
 
 @needs("planner")
-def test_a_worker_measures_only_models_that_its_own_file_permits(serve: Any) -> None:
+def test_a_worker_measures_only_models_that_its_own_file_permits(serve):
     """`hetero plan --measure` asks for it: "hetero.measure" is one more way to name a model."""
     served = serve()
     coordinator = served.dial().set_up()
@@ -236,9 +234,7 @@ def peer_of(served: Served) -> Caller:
         (link_probe.SOURCE, {"bytes": 1 << 30}, "'hetero.source' of 1073741824 bytes"),
     ],
 )
-def test_another_worker_may_ask_for_the_links_speed_alone(
-    name: str, data: Any, said: str, serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_worker_may_ask_for_the_links_speed_alone(name, data, said, serve, monkeypatch):
     called: list[Any] = []
     monkeypatch.setitem(control._handlers, "gpu_reset", called.append)
     served = serve()
@@ -258,7 +254,7 @@ def test_another_worker_may_ask_for_the_links_speed_alone(
     assert called == []
 
 
-def test_another_worker_may_not_send_a_long_header(serve: Any) -> None:
+def test_another_worker_may_not_send_a_long_header(serve):
     served = serve()
     served.dial("run").set_up()
     peer = peer_of(served)
@@ -266,7 +262,7 @@ def test_another_worker_may_not_send_a_long_header(serve: Any) -> None:
     wait_until(lambda: peer.link.closed)
 
 
-def test_an_activation_of_a_stage_that_the_sender_does_not_hold_is_refused(serve: Any) -> None:
+def test_an_activation_of_a_stage_that_the_sender_does_not_hold_is_refused(serve):
     """Worker 2 answers for the coordinator, which has the stage before."""
     served = serve()
     served.dial("run").set_up()
@@ -279,9 +275,7 @@ def test_an_activation_of_a_stage_that_the_sender_does_not_hold_is_refused(serve
 # ---- what is too much
 
 
-def test_coordinator_that_floods_it_is_told_and_memory_stays_bounded(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_coordinator_that_floods_it_is_told_and_memory_stays_bounded(serve, monkeypatch):
     """The main thread hangs in a handler, and nobody looks at what comes."""
     go_on = threading.Event()
     monkeypatch.setitem(control._handlers, "slow", lambda data: go_on.wait(WAIT_S))
@@ -302,7 +296,7 @@ def test_coordinator_that_floods_it_is_told_and_memory_stays_bounded(
 # ---- whose worker it is
 
 
-def test_run_whose_link_is_lost_keeps_its_worker_and_finds_its_stages(serve: Any) -> None:
+def test_run_whose_link_is_lost_keeps_its_worker_and_finds_its_stages(serve):
     served = serve(keep=True)
     first = served.dial("first", "p", "training", "names").set_up()
     busy = served.dial("second").expect(m.Reject)
@@ -319,7 +313,7 @@ def test_run_whose_link_is_lost_keeps_its_worker_and_finds_its_stages(serve: Any
     assert served.weights[0]() is not None
 
 
-def test_stages_are_kept_without_a_limit_only_where_they_are_worth_it() -> None:
+def test_stages_are_kept_without_a_limit_only_where_they_are_worth_it():
     run = worker_module._Run("first", "the training of run names").afresh(math.inf)
     run.lost = time.monotonic() - 1e6
     assert run.is_kept
@@ -330,9 +324,7 @@ def test_stages_are_kept_without_a_limit_only_where_they_are_worth_it() -> None:
 
 
 @pytest.mark.parametrize(("run_id", "reconnect_s"), [("first", 60.0), ("second", 0.001)])
-def test_coordinator_that_comes_back_hears_why_its_link_broke(
-    run_id: str, reconnect_s: float, serve: Any
-) -> None:
+def test_coordinator_that_comes_back_hears_why_its_link_broke(run_id, reconnect_s, serve):
     """A frame that arrived damaged, say: only the worker knows. Another run hears nothing of it."""
     served = serve(keep=True, reconnect_s=reconnect_s)
     first = served.dial("first").set_up()
@@ -351,9 +343,7 @@ def test_coordinator_that_comes_back_hears_why_its_link_broke(
 
 
 @pytest.mark.parametrize("session", ["chat", "generation", "measurement"])
-def test_session_without_a_result_is_named_and_loses_its_stages_with_its_link(
-    session: str, serve: Any
-) -> None:
+def test_session_without_a_result_is_named_and_loses_its_stages_with_its_link(session, serve):
     served = serve(keep=True)
     first = served.dial("first", "p", session).set_up()
     busy = served.dial("second").expect(m.Reject)
@@ -364,7 +354,7 @@ def test_session_without_a_result_is_named_and_loses_its_stages_with_its_link(
     assert served.dial("second").expect(m.Welcome).run_id is None
 
 
-def test_run_that_has_no_stages_yet_does_not_reserve_the_worker(serve: Any) -> None:
+def test_run_that_has_no_stages_yet_does_not_reserve_the_worker(serve):
     served = serve(keep=True)
     stranger = served.dial("stranger")
     stranger.expect(m.Welcome)
@@ -373,7 +363,7 @@ def test_run_that_has_no_stages_yet_does_not_reserve_the_worker(serve: Any) -> N
     assert served.dial("run").expect(m.Welcome).run_id is None
 
 
-def test_coordinator_that_does_not_come_back_in_time_loses_its_stages(serve: Any) -> None:
+def test_coordinator_that_does_not_come_back_in_time_loses_its_stages(serve):
     served = serve(keep=True, reconnect_s=0.2)
     served.dial("first").set_up().hang_up()
     wait_until(lambda: served.weights[0]() is None)
@@ -381,18 +371,14 @@ def test_coordinator_that_does_not_come_back_in_time_loses_its_stages(serve: Any
     assert served.dial("second").expect(m.Welcome).run_id is None
 
 
-def test_a_worker_without_keep_ends_when_no_coordinator_returns(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_without_keep_ends_when_no_coordinator_returns(serve, monkeypatch):
     monkeypatch.setattr(timeouts, "COORDINATOR_S", 0.3)
     served = serve(reconnect_s=0.1)
     served.dial().set_up().hang_up()
     assert isinstance(served.end(), PeerLostError)
 
 
-def test_coordinator_that_was_started_again_takes_its_worker_at_once(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_coordinator_that_was_started_again_takes_its_worker_at_once(serve, monkeypatch):
     """It has the id of the one that died, whose link may still stand for all the worker knows."""
     served = serve(keep=True)
     served.dial("run").set_up()
@@ -418,16 +404,14 @@ def loading(served: Served) -> Iterator[None]:
         go_on.set()
 
 
-def test_hello_is_answered_while_the_worker_is_busy(serve: Any) -> None:
+def test_hello_is_answered_while_the_worker_is_busy(serve):
     served = serve(keep=True)
     with loading(served):
         assert served.dial("second").expect(m.Reject).code == "busy"
         assert served.dial("first").expect(m.Welcome)
 
 
-def test_the_welcome_tells_free_host_memory_beside_the_devices_own(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_welcome_tells_free_host_memory_beside_the_devices_own(serve, monkeypatch):
     assert serve().dial().expect(m.Welcome).host_free is None
     monkeypatch.setattr(Device, "one_memory", False)
     welcome = serve().dial().expect(m.Welcome)
@@ -435,7 +419,7 @@ def test_the_welcome_tells_free_host_memory_beside_the_devices_own(
     assert 0 < welcome.host_free <= welcome.memory_total
 
 
-def test_large_frame_may_follow_the_welcome_at_once(serve: Any) -> None:
+def test_large_frame_may_follow_the_welcome_at_once(serve):
     """The reader thread welcomes a returning coordinator; the main one may compute for long."""
     served = serve(keep=True)
     with loading(served):
@@ -449,9 +433,7 @@ def test_large_frame_may_follow_the_welcome_at_once(serve: Any) -> None:
     assert back.expect(m.Control).answers == 1
 
 
-def test_plain_dial_that_a_crowd_has_used_up_the_pace_for_is_tried_again(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_dial_that_a_crowd_has_used_up_the_pace_for_is_tried_again(serve, monkeypatch):
     """The crowd and the coordinator come from one address."""
     monkeypatch.setattr(acceptor, "_BURST", 3.0)
     monkeypatch.setattr(acceptor, "_RATE_PER_S", 2.0)
@@ -465,7 +447,7 @@ def test_plain_dial_that_a_crowd_has_used_up_the_pace_for_is_tried_again(
     served.end()
 
 
-def test_worker_of_another_run_of_its_machine_refuses_at_once(serve: Any) -> None:
+def test_worker_of_another_run_of_its_machine_refuses_at_once(serve):
     served = serve(run_id="mine")
     refusal = served.dial("yours").expect(m.Reject)
     assert refusal.code == "identity"
@@ -480,9 +462,7 @@ def test_worker_of_another_run_of_its_machine_refuses_at_once(serve: Any) -> Non
 
 
 @pytest.mark.parametrize("how", ["goodbye", "failure"])
-def test_stages_of_a_run_are_freed_before_the_next_one_is_told_of_the_memory(
-    serve: Any, how: str
-) -> None:
+def test_stages_of_a_run_are_freed_before_the_next_one_is_told_of_the_memory(serve, how):
     served = serve(keep=True)
     first = served.dial("first").set_up()
     if how == "goodbye":
@@ -496,7 +476,7 @@ def test_stages_of_a_run_are_freed_before_the_next_one_is_told_of_the_memory(
     assert served.weights[0]() is None
 
 
-def test_goodbye_ends_a_worker_and_a_failed_run_leaves_it_for_the_next(serve: Any) -> None:
+def test_goodbye_ends_a_worker_and_a_failed_run_leaves_it_for_the_next(serve):
     served = serve()
     served.dial("first").set_up().send(m.Error("PeerLostError", "worker 2 is gone"))
     wait_until(lambda: served.weights[0]() is None)
@@ -508,9 +488,7 @@ def test_goodbye_ends_a_worker_and_a_failed_run_leaves_it_for_the_next(serve: An
 # ---- what must not end it
 
 
-def test_worker_that_was_measured_waits_for_the_run_that_is_planned(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_that_was_measured_waits_for_the_run_that_is_planned(serve, monkeypatch):
     monkeypatch.setitem(control._handlers, model_allowlist.MEASURE, lambda data: {})
     served = serve()
     first = served.dial("first").set_up()
@@ -526,7 +504,7 @@ def test_worker_that_was_measured_waits_for_the_run_that_is_planned(
 
 
 @needs("planner")
-def test_worker_that_the_plan_leaves_out_says_so_and_ends(serve: Any, monkeypatch: Any) -> None:
+def test_worker_that_the_plan_leaves_out_says_so_and_ends(serve, monkeypatch):
     monkeypatch.setitem(control._handlers, model_allowlist.MEASURE, lambda data: {})
     served = serve()
     coordinator = served.dial().set_up()
@@ -538,7 +516,7 @@ def test_worker_that_the_plan_leaves_out_says_so_and_ends(serve: Any, monkeypatc
     assert any("no layers for it: it is too slow" in line for line in served.said)
 
 
-def test_out_of_memory_in_a_reader_is_reported_as_such(serve: Any, monkeypatch: Any) -> None:
+def test_out_of_memory_in_a_reader_is_reported_as_such(serve, monkeypatch):
     """Memory that runs out in a reader thread is no broken link."""
 
     def unpack(message: Message, device: Device) -> None:
@@ -554,9 +532,7 @@ def test_out_of_memory_in_a_reader_is_reported_as_such(serve: Any, monkeypatch: 
     assert "memory ran out" in error.message
 
 
-def test_attempt_whose_memory_ran_out_is_told_and_the_worker_stays(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attempt_whose_memory_ran_out_is_told_and_the_worker_stays(serve, monkeypatch):
     """In a reader thread, as on a GPU; also of an attempt whose STEP another worker heard first."""
 
     def unpack(message: Message, device: Device) -> Any:
@@ -585,7 +561,7 @@ def test_attempt_whose_memory_ran_out_is_told_and_the_worker_stays(
 
 
 @pytest.mark.parametrize("size", [1, 2**27])
-def test_strangers_bytes_are_never_unpacked(size: int, serve: Any, monkeypatch: Any) -> None:
+def test_strangers_bytes_are_never_unpacked(size, serve, monkeypatch):
     """A frame of 86 bytes made a worker fill any amount of memory. Who sent it is looked at before
     its size."""
     unpacked: list[Message] = []
@@ -602,7 +578,7 @@ def test_strangers_bytes_are_never_unpacked(size: int, serve: Any, monkeypatch: 
     assert unpacked == []
 
 
-def test_no_more_strangers_than_a_few_are_let_in(serve: Any) -> None:
+def test_no_more_strangers_than_a_few_are_let_in(serve):
     """A new one takes an old one's place, so that nobody can keep the coordinator out."""
     served = serve()
     streams = [connect("127.0.0.1", served.port, WAIT_S) for _ in range(16)]
@@ -622,9 +598,7 @@ def test_no_more_strangers_than_a_few_are_let_in(serve: Any) -> None:
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOBUFS, errno.EHOSTUNREACH])
 @pytest.mark.parametrize("refusal", [NetworkError("no thread for the link"), MemoryError()])
-def test_a_worker_goes_on_accepting_after_a_failed_accept(
-    code: int, refusal: Exception, serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_goes_on_accepting_after_a_failed_accept(code, refusal, serve, monkeypatch):
     """No descriptors, then no thread or memory for a connection, then all again."""
     refusals = [OSError(code, os.strerror(code))]
     accept, start = Listener.accept, Connection.start
@@ -650,9 +624,7 @@ def test_a_worker_goes_on_accepting_after_a_failed_accept(
     assert served._worker._acceptor.strangers == 0
 
 
-def test_a_coordinator_may_announce_frames_up_to_half_of_the_memory(
-    serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coordinator_may_announce_frames_up_to_half_of_the_memory(serve, monkeypatch):
     memory = SimpleNamespace(total=9000, available=9000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     served = serve()
@@ -664,7 +636,7 @@ def test_a_coordinator_may_announce_frames_up_to_half_of_the_memory(
     assert any("at most 4500 are agreed" in line for line in served.said)
 
 
-def test_hello_of_an_earlier_dialling_comes_too_late(serve: Any) -> None:
+def test_hello_of_an_earlier_dialling_comes_too_late(serve):
     served = serve()
     first = served.dial().set_up()
     late = Caller(served.port, served.stack)
@@ -682,7 +654,7 @@ def tell_to_end(served: Served) -> None:
     served._worker.told_to_end("it was stopped on its own machine (SIGTERM)", False)
 
 
-def test_worker_that_is_told_to_end_says_so_and_still_answers(serve: Any) -> None:
+def test_worker_that_is_told_to_end_says_so_and_still_answers(serve):
     served = serve(keep=True)
     coordinator = served.dial().set_up()
     tell_to_end(served)
@@ -693,7 +665,7 @@ def test_worker_that_is_told_to_end_says_so_and_still_answers(serve: Any) -> Non
     assert isinstance(served.end(), StoppedEarly)
 
 
-def test_a_worker_ends_even_where_the_signal_cannot_raise(serve: Any) -> None:
+def test_a_worker_ends_even_where_the_signal_cannot_raise(serve):
     served = serve(keep=True)
     with pytest.raises(BaseException, match="SIGTERM"):
         # In another thread than the loop, which so hears as little of it as from a finalizer.
@@ -702,7 +674,7 @@ def test_a_worker_ends_even_where_the_signal_cannot_raise(serve: Any) -> None:
 
 
 @pytest.mark.parametrize("gone", [True, False])
-def test_worker_that_is_told_to_end_does_not_wait_for_ever(serve: Any, gone: bool) -> None:
+def test_worker_that_is_told_to_end_does_not_wait_for_ever(serve, gone):
     served = serve(keep=True)
     coordinator = served.dial().set_up()
     tell_to_end(served)
@@ -717,7 +689,7 @@ def test_worker_that_is_told_to_end_does_not_wait_for_ever(serve: Any, gone: boo
 # ---- where it listens
 
 
-def test_a_loopback_own_name_is_refused_with_a_remote_coordinator(monkeypatch: Any) -> None:
+def test_a_loopback_own_name_is_refused_with_a_remote_coordinator(monkeypatch):
     monkeypatch.setattr(addresses, "resolve", lambda name: ("127.0.1.1",))
     monkeypatch.setattr(addresses, "primary_address", lambda: "192.168.1.20")
     box = [{"id": 1, "ip": "box", "port": 9999, "device": "cpu"}]
@@ -731,7 +703,7 @@ def test_a_loopback_own_name_is_refused_with_a_remote_coordinator(monkeypatch: A
 
 
 @pytest.mark.parametrize("phase", [Phase.CLOSED, Phase.READY])
-def test_a_report_that_crosses_a_goodbye_is_no_protocol_error(phase: Phase) -> None:
+def test_a_report_that_crosses_a_goodbye_is_no_protocol_error(phase):
     send = raising(ProtocolError("out of order"))
     worker: Any = SimpleNamespace(_connection=SimpleNamespace(send=send, phase=phase))
     expected = worker_module.LinkGone if phase is Phase.CLOSED else ProtocolError
@@ -739,7 +711,7 @@ def test_a_report_that_crosses_a_goodbye_is_no_protocol_error(phase: Phase) -> N
         Worker._send(worker, Message(m.BackwardDone(0, 0, 0)))
 
 
-def test_worker_looks_again_when_a_task_has_waited_enough_for_anothers_turn() -> None:
+def test_worker_looks_again_when_a_task_has_waited_enough_for_anothers_turn():
     stages = SimpleNamespace(waits_s=0.0)
     worker: Any = SimpleNamespace(_run=SimpleNamespace(stages=stages))
     idle_s = Worker._idle_s.fget  # type: ignore[attr-defined]
@@ -755,7 +727,7 @@ def test_worker_looks_again_when_a_task_has_waited_enough_for_anothers_turn() ->
 @pytest.mark.parametrize(
     ("other", "said"), [(1, "is served on this machine already"), (2, "in use")]
 )
-def test_a_port_in_use_by_the_same_worker_is_reported(other: int, said: str) -> None:
+def test_a_port_in_use_by_the_same_worker_is_reported(other, said):
     """Started by hand, where the coordinator has started it, too; else it is just a taken port."""
     port = free_ports(1)[0]
     code = "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))"

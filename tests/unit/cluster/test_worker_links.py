@@ -35,9 +35,7 @@ def links(**training: Any) -> WorkerLinks:
     return made
 
 
-def test_a_worker_started_here_is_not_reported_as_absent(
-    monkeypatch: pytest.MonkeyPatch, logged: list[str]
-) -> None:
+def test_a_worker_started_here_is_not_reported_as_absent(monkeypatch, logged):
     monkeypatch.setattr(timeouts, "QUIET_S", 0.0)
     for is_child, reason in ((True, "its process starts"), (False, "the machine answers, but")):
         monkeypatch.setattr(LocalWorkers, "starts", lambda self, worker, own=is_child: own)
@@ -46,7 +44,7 @@ def test_a_worker_started_here_is_not_reported_as_absent(
         assert f"({reason}" in logged.pop()
 
 
-def test_no_error_of_dialling_is_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_error_of_dialling_is_swallowed(monkeypatch):
     made = links()
     monkeypatch.setattr(made, "_open", raising(RuntimeError("can't start new thread")))
     with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -54,7 +52,7 @@ def test_no_error_of_dialling_is_swallowed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("other", [7, 1])
-def test_a_link_to_no_worker_of_the_run_is_refused(other: int) -> None:
+def test_a_link_to_no_worker_of_the_run_is_refused(other):
     with pytest.raises(ProtocolError, match=f"worker 1 has reached {other}, no worker"):
         links().direct.note(1, connected(other))
 
@@ -76,7 +74,7 @@ def orders(made: WorkerLinks, monkeypatch: pytest.MonkeyPatch) -> list[list[Any]
     return ordered
 
 
-def test_pair_that_meets_at_two_boundaries_dials_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pair_that_meets_at_two_boundaries_dials_once(monkeypatch):
     """Both workers dialling each other at once would each close the link that the other kept."""
     made = links()
     dialled = orders(made, monkeypatch)
@@ -86,7 +84,7 @@ def test_pair_that_meets_at_two_boundaries_dials_once(monkeypatch: pytest.Monkey
     assert made.direct.open == {frozenset((1, 2)), frozenset((2, 3))}
 
 
-def test_lost_link_between_workers_is_dialled_again_more_and_more_seldom(monkeypatch: Any) -> None:
+def test_lost_link_between_workers_is_dialled_again_more_and_more_seldom(monkeypatch):
     made = links()
     ordered: list[Any] = []
     now = 0.0
@@ -116,7 +114,7 @@ def test_lost_link_between_workers_is_dialled_again_more_and_more_seldom(monkeyp
     assert len(ordered) == 3
 
 
-def test_links_of_a_process_that_is_gone_are_opened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_of_a_process_that_is_gone_are_opened_anew(monkeypatch):
     """Also where the other end has not noticed."""
     made = links()
     dialled = orders(made, monkeypatch)
@@ -128,7 +126,7 @@ def test_links_of_a_process_that_is_gone_are_opened_anew(monkeypatch: pytest.Mon
     assert made.direct.open == {frozenset((1, 2)), frozenset((2, 3))}
 
 
-def test_dial_that_hangs_ends_the_wait_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dial_that_hangs_ends_the_wait_for_all(monkeypatch):
     made = links(connect_timeout_s=0.05)
     go = threading.Event()
     monkeypatch.setattr(timeouts, "HANDSHAKE_S", 0.01)
@@ -141,9 +139,7 @@ def test_dial_that_hangs_ends_the_wait_for_all(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("given_s", "longest_s"), [(30.0, 30.0), (None, math.inf)])
-def test_worker_is_dialled_for_as_long_as_an_outage_may_last(
-    given_s: float | None, longest_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_is_dialled_for_as_long_as_an_outage_may_last(given_s, longest_s, monkeypatch):
     """An outage may begin or end within a handshake; that ends no run before its time."""
     made = links(rejoin_wait_s=given_s)
     left: list[float] = []
@@ -161,7 +157,7 @@ def test_worker_is_dialled_for_as_long_as_an_outage_may_last(
     assert all(longest_s - 1.0 <= seconds <= longest_s for seconds in left)
 
 
-def test_worker_that_stays_away_is_given_up_when_its_time_is_over(monkeypatch: Any) -> None:
+def test_worker_that_stays_away_is_given_up_when_its_time_is_over(monkeypatch):
     made = links(rejoin_wait_s=0.05)
     strange = worker_links._NotOpened("stranger", "it accepts, but says nothing")
     monkeypatch.setattr(timeouts, "ANSWER_TICK_S", 0.01)
@@ -176,7 +172,7 @@ def reached(run_id: str | None, closed: bool = False) -> worker_links._Reached:
     return worker_links._Reached(*parts)  # type: ignore[arg-type]
 
 
-def test_an_awaited_worker_counts_only_while_its_link_is_open(monkeypatch: Any) -> None:
+def test_an_awaited_worker_counts_only_while_its_link_is_open(monkeypatch):
     """Nothing is heard of it before; one that is gone again by then is dialled again."""
     made, answers = links(), [reached("run", closed=True), reached("run")]
     monkeypatch.setattr(made, "_open", lambda *args, **named: answers.pop(0))
@@ -191,9 +187,7 @@ def test_an_awaited_worker_counts_only_while_its_link_is_open(monkeypatch: Any) 
     assert (made.returned(), answers) == ({}, [])
 
 
-def test_f8_worker_that_dies_in_its_first_greeting_is_dialled_again(
-    monkeypatch: pytest.MonkeyPatch, logged: list[str]
-) -> None:
+def test_f8_worker_that_dies_in_its_first_greeting_is_dialled_again(monkeypatch, logged):
     """Its machine starts it again; a program that always hangs up is none."""
     made, dialled = links(), 0
 
@@ -218,9 +212,7 @@ def test_f8_worker_that_dies_in_its_first_greeting_is_dialled_again(
     assert dialled > 1
 
 
-def test_worker_of_this_machine_that_is_killed_while_it_starts_is_started_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_worker_of_this_machine_that_is_killed_while_it_starts_is_started_again(monkeypatch):
     """One that ends by itself would do so again."""
     made, revived = links(), []
 
@@ -238,7 +230,7 @@ def test_worker_of_this_machine_that_is_killed_while_it_starts_is_started_again(
     assert revived == [1]
 
 
-def test_memory_that_ran_out_in_a_reader_is_raised_as_that() -> None:
+def test_memory_that_ran_out_in_a_reader_is_raised_as_that():
     """To dial again would not help."""
     made, wire = links(), SimpleNamespace(peer=1, stream=None, fault=None)
     made._closed(wire, ResourceError("memory ran out"))  # type: ignore[arg-type]
@@ -246,7 +238,7 @@ def test_memory_that_ran_out_in_a_reader_is_raised_as_that() -> None:
         made.receive(0)
 
 
-def test_a_workers_protocol_error_is_raised_as_such() -> None:
+def test_a_workers_protocol_error_is_raised_as_such():
     """It would do it again."""
     fault = ProtocolError("STATE out of order")
     wire = SimpleNamespace(peer=1, name="worker 1", stream=None, fault=fault)
@@ -256,7 +248,7 @@ def test_a_workers_protocol_error_is_raised_as_such() -> None:
         made.receive(0)
 
 
-def test_only_a_failure_of_the_present_attempt_is_raised() -> None:
+def test_only_a_failure_of_the_present_attempt_is_raised():
     made, link = links(), object()
     made._wires[1] = link  # type: ignore[assignment]
     made.expect(4, 8)
@@ -271,7 +263,7 @@ def test_only_a_failure_of_the_present_attempt_is_raised() -> None:
     assert made.receive(0) is None
 
 
-def test_out_of_memory_on_arrival_is_no_failure_of_the_link() -> None:
+def test_out_of_memory_on_arrival_is_no_failure_of_the_link():
     """Raised in the reader thread it would close the link, and be taken for the network's fault."""
     made = links()
     made._unpack = raising(ResourceError("stage 0, BACKWARD of micro-batch 3: out of memory"))
@@ -283,9 +275,7 @@ def test_out_of_memory_on_arrival_is_no_failure_of_the_link() -> None:
 @pytest.mark.parametrize(
     ("liveness_s", "answer_s"), [(3.0, 5.0), (30.0, 0.5)], ids=["its link", "its answer"]
 )
-def test_a_worker_that_accepts_but_never_answers_counts_as_deaf(
-    liveness_s: float, answer_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_accepts_but_never_answers_counts_as_deaf(liveness_s, answer_s, monkeypatch):
     """A process that stands still still accepts: only its end helps, and another one."""
     made = links(liveness_timeout_s=liveness_s)
     monkeypatch.setattr(timeouts, "REHANDSHAKE_S", answer_s)
@@ -297,7 +287,7 @@ def test_a_worker_that_accepts_but_never_answers_counts_as_deaf(
     made.close(Message(Bye("over")), 1.0)
 
 
-def test_a_greeting_that_is_answered_with_an_error_leaves_no_link_behind() -> None:
+def test_a_greeting_that_is_answered_with_an_error_leaves_no_link_behind():
     made = links()
     worker = made._workers[1]
     with closing(socket.create_server(("127.0.0.1", worker.port))) as listener:

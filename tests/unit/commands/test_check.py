@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ Checked = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def raw(tmp_path: Path) -> dict[str, Any]:
+def raw(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "ab"}\n', encoding="utf-8")
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "tokenizer")
     return {
@@ -49,12 +48,12 @@ def raw(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def checked(raw: dict[str, Any], tmp_path: Path) -> Checked:
+def checked(raw, tmp_path):
     """Checks the configuration, after replacing the sections that are given."""
     return lambda **sections: check(Config.from_dict({**raw, **sections}, tmp_path))
 
 
-def test_check_reports_layers_and_memory_of_each_process(checked: Checked) -> None:
+def test_check_reports_layers_and_memory_of_each_process(checked):
     found = checked()
     coordinator, worker = found["processes"]
     assert [stage["index"] for stage in coordinator["stages"]] == [0, 2]
@@ -72,7 +71,7 @@ def test_check_reports_layers_and_memory_of_each_process(checked: Checked) -> No
     json.dumps(found)
 
 
-def test_report_is_a_table_with_layers(checked: Checked) -> None:
+def test_report_is_a_table_with_layers(checked):
     shown = text(checked())
     assert "The configuration is valid: llama with 4 layers on 2 processes." in shown
     rows = [line.split("  ") for line in shown.splitlines() if "port" in line]
@@ -82,9 +81,7 @@ def test_report_is_a_table_with_layers(checked: Checked) -> None:
 
 
 @needs("classification")
-def test_report_names_an_objective_that_is_not_the_usual_one(
-    raw: dict[str, Any], tmp_path: Path, checked: Checked
-) -> None:
+def test_report_names_an_objective_that_is_not_the_usual_one(raw, tmp_path, checked):
     assert checked()["objective"] == "sft"
     rows = '{"text": "ab", "label": "good"}\n{"text": "b", "label": "bad"}\n'
     (tmp_path / "train.jsonl").write_text(rows, encoding="utf-8")
@@ -96,9 +93,7 @@ def test_report_names_an_objective_that_is_not_the_usual_one(
 
 @needs("preferences")
 @pytest.mark.parametrize("plan", ["given", "auto"])
-def test_an_objective_that_does_not_fit_is_refused_on_any_machine(
-    plan: str, raw: dict[str, Any], tmp_path: Path, checked: Checked
-) -> None:
+def test_an_objective_that_does_not_fit_is_refused_on_any_machine(plan, raw, tmp_path, checked):
     pair = '{"prompt": "a", "chosen": "b", "rejected": "ab"}\n'
     (tmp_path / "train.jsonl").write_text(pair, encoding="utf-8")
     raw["coordinator"] = {"hostname": "elsewhere", "ip": "10.255.0.1"}
@@ -121,8 +116,8 @@ def test_an_objective_that_does_not_fit_is_refused_on_any_machine(
     ],
 )
 def test_check_refuses_data_that_train_would_refuse(
-    checked: Checked, tmp_path: Path, rows: str, changes: dict, message: str, plan: dict
-) -> None:
+    checked, tmp_path, rows, changes, message, plan
+):
     (tmp_path / "train.jsonl").write_text(rows, encoding="utf-8")
     with pytest.raises(DataError, match=message):
         checked(data={"train": "train.jsonl", **changes}, **plan)
@@ -154,15 +149,13 @@ def test_check_refuses_data_that_train_would_refuse(
     ids=["more layers", "no data", "fewer embeddings", "fewer examples"],
 )
 def test_check_refuses_parts_that_do_not_fit_or_are_absent(
-    section: str, changed: Any, error: type[Exception], message: str, checked: Checked
-) -> None:
+    section, changed, error, message, checked
+):
     with pytest.raises(error, match=message):
         checked(**{section: changed})
 
 
-def test_large_data_are_checked_by_their_first_examples(
-    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: Checked
-) -> None:
+def test_large_data_are_checked_by_their_first_examples(raw, tmp_path, monkeypatch, checked):
     monkeypatch.setattr("hetero_framework.commands.check_report.MOST_EXAMPLES", 3)
     (tmp_path / "train.jsonl").write_text('{"text": "ab"}\n' * 3, encoding="utf-8")
     assert not any("looked at" in note for note in checked()["notes"])
@@ -180,7 +173,7 @@ CHAT = [
 
 
 @pytest.fixture
-def chat(raw: dict[str, Any], tmp_path: Path) -> Path:
+def chat(raw, tmp_path):
     rows = [{"messages": CHAT}, {"messages": CHAT[:1] + [{**CHAT[1], "content": "four " * 99}]}]
     write_jsonl(tmp_path / "train.jsonl", rows)
     raw["data"]["max_length"] = 64
@@ -190,9 +183,7 @@ def chat(raw: dict[str, Any], tmp_path: Path) -> Path:
 
 
 @needs("observe")
-def test_show_has_the_tokens_and_the_labels_of_a_run(
-    chat: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_has_the_tokens_and_the_labels_of_a_run(chat, capsys):
     assert cli.main(["check", "--config", str(chat), "--show", "5", "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)["examples"]
     tokenizer = tiny_tokenizer(CHATML)
@@ -216,7 +207,7 @@ def test_show_has_the_tokens_and_the_labels_of_a_run(
 
 
 @needs("observe")
-def test_show_marks_the_text_in_the_loss(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_marks_the_text_in_the_loss(chat, capsys):
     assert cli.main(["check", "--config", str(chat), "--show", "1"]) == 0
     shown = capsys.readouterr().out.partition("The loss covers what is between ⟦ and ⟧;")[2]
     assert "\x1b" not in shown
@@ -229,9 +220,7 @@ def test_show_marks_the_text_in_the_loss(chat: Path, capsys: pytest.CaptureFixtu
     ]
 
 
-def test_device_that_is_too_small_or_absent_is_a_warning(
-    raw: dict[str, Any], checked: Checked
-) -> None:
+def test_device_that_is_too_small_or_absent_is_a_warning(raw, checked):
     raw["workers"][0]["device"] = "xpu:7"
     raw["training"]["per_device_train_batch_size"] = 10**7
     notes = [line for line in text(checked()).splitlines() if ": " in line]
@@ -242,7 +231,7 @@ def test_device_that_is_too_small_or_absent_is_a_warning(
     assert any(line.startswith("Note: to fit the memory: give it fewer layers") for line in notes)
 
 
-def test_seed_format_is_checked_without_a_model(raw: dict[str, Any], checked: Checked) -> None:
+def test_seed_format_is_checked_without_a_model(raw, checked):
     raw.pop("model")
     raw.pop("data")
     raw["coordinator"]["ip"] = "192.0.2.77"
@@ -253,9 +242,7 @@ def test_seed_format_is_checked_without_a_model(raw: dict[str, Any], checked: Ch
     assert "there is no model section" in shown
 
 
-def test_command_prints_text_or_json(
-    raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_prints_text_or_json(raw, tmp_path, capsys):
     file = tmp_path / "c.json"
     file.write_text(json.dumps(raw), encoding="utf-8")
     assert cli.main(["check", "--config", str(file), "--json"]) == 0
@@ -276,9 +263,7 @@ def plan(owners: list[Any], layers_each: int = 2, **training: Any) -> Config:
     )
 
 
-def test_quantised_weights_on_a_device_without_4_bits_are_refused_by_name(
-    raw: dict[str, Any], tmp_path: Path, checked: Checked
-) -> None:
+def test_quantised_weights_on_a_device_without_4_bits_are_refused_by_name(raw, tmp_path, checked):
     fields = {**LLAMA, "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     LlamaForCausalLM(LlamaConfig(**LLAMA)).to(torch.bfloat16).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
@@ -305,9 +290,7 @@ def test_quantised_weights_on_a_device_without_4_bits_are_refused_by_name(
         checked()
 
 
-def test_check_reports_the_memory_that_checkpointing_saves(
-    raw: dict[str, Any], checked: Checked
-) -> None:
+def test_check_reports_the_memory_that_checkpointing_saves(raw, checked):
     raw["training"] |= {"gradient_checkpointing": True, "per_device_train_batch_size": 4}
     always = checked()["processes"]
     raw["training"]["gradient_checkpointing"] = False
@@ -323,9 +306,7 @@ def test_check_reports_the_memory_that_checkpointing_saves(
 
 
 @needs("host_memory")
-def test_check_reports_host_memory_and_where_there_is_none(
-    raw: dict[str, Any], checked: Checked
-) -> None:
+def test_check_reports_host_memory_and_where_there_is_none(raw, checked):
     raw |= {"adapter": {"r": 2}}
     raw["coordinator"]["device"] = "cpu"
     worker = raw["workers"][0]
@@ -351,7 +332,7 @@ def test_check_reports_host_memory_and_where_there_is_none(
         checked()
 
 
-def test_plan_that_is_left_to_the_run_is_explained(raw: dict[str, Any], checked: Checked) -> None:
+def test_plan_that_is_left_to_the_run_is_explained(raw, checked):
     raw["shard_plan"] = "auto"
     found = checked()
     assert found["layers"] == 4
@@ -368,9 +349,7 @@ PLAN = [["plan", "--measure"], ["plan", "--dry-run"]]
 @pytest.mark.parametrize(
     "words", [["train"], *(pytest.param(words, marks=needs("planner")) for words in PLAN)]
 )
-def test_an_automatic_plan_without_a_model_is_refused(
-    words: list[str], raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_automatic_plan_without_a_model_is_refused(words, raw, tmp_path, capsys):
     file = tmp_path / "c.json"
     file.write_text(json.dumps({**raw, "shard_plan": "auto", "model": None}))
     assert cli.main([*words, "--config", str(file), "--insecure-plaintext"]) == 2
@@ -382,9 +361,7 @@ def test_an_automatic_plan_without_a_model_is_refused(
     ]
 
 
-def test_command_takes_the_plan_that_a_run_has_kept(
-    raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_takes_the_plan_that_a_run_has_kept(raw, tmp_path, capsys):
     kept = tmp_path / "runs" / "default" / "plan.json"
     kept.parent.mkdir(parents=True)
     kept.write_text(json.dumps({"shard_plan": raw["shard_plan"], "seconds": 0.1}))
@@ -401,7 +378,7 @@ def test_command_takes_the_plan_that_a_run_has_kept(
     assert "--fresh" in said
 
 
-def test_forecast_is_near_the_known_bubble() -> None:
+def test_forecast_is_near_the_known_bubble():
     found = forecast(plan(["local", 1, 2, 3]))
     # (p - 1) / (m + p - 1) with free boundaries; they are assumed to cost a little.
     assert 3 / 19 <= found["bubble"] < 3 / 19 + 0.04
@@ -414,7 +391,7 @@ def test_forecast_is_near_the_known_bubble() -> None:
     assert fewer["bubble"] > 2 * found["bubble"]
 
 
-def test_forecast_takes_the_configured_window() -> None:
+def test_forecast_takes_the_configured_window():
     free = forecast(plan(["local", 1, 2, 3]))
     found = forecast(plan(["local", 1, 2, 3], max_in_flight=2))
     assert found["max_in_flight"] == 2
@@ -422,7 +399,7 @@ def test_forecast_takes_the_configured_window() -> None:
     assert found["bubble"] > free["bubble"] + 0.2
 
 
-def test_report_says_how_busy_the_devices_will_be(raw: dict[str, Any], checked: Checked) -> None:
+def test_report_says_how_busy_the_devices_will_be(raw, checked):
     raw.pop("model")
     shown = text(checked())
     assert "A step of 8 micro-batches, 2 stages per process: devices idle " in shown
@@ -431,7 +408,7 @@ def test_report_says_how_busy_the_devices_will_be(raw: dict[str, Any], checked: 
     assert "a larger training.gradient_accumulation_steps" in text(checked())
 
 
-def test_one_process_has_no_forecast(raw: dict[str, Any], checked: Checked) -> None:
+def test_one_process_has_no_forecast(raw, checked):
     raw["workers"], raw["shard_plan"] = [], [{"id": "local", "start": 0, "end": 4}]
     found = checked()
     assert found["schedule"]["bubble"] == 0.0

@@ -66,7 +66,7 @@ def listening(answer: bytes = b"") -> Iterator[int]:
 
 
 @pytest.mark.parametrize("plan", [{}, {"shard_plan": "auto"}], ids=["planned", "without a plan"])
-def test_a_working_configuration_has_no_findings(tmp_path: Path, plan: dict[str, Any]) -> None:
+def test_a_working_configuration_has_no_findings(tmp_path, plan):
     made = asked(view(tmp_path, **plan))
     assert [found(check, made) for check in diagnosis.CHECKS] == [[]] * len(diagnosis.CHECKS)
     assert any("memory is not checked" in note for note in made.notes) == bool(plan)
@@ -75,20 +75,18 @@ def test_a_working_configuration_has_no_findings(tmp_path: Path, plan: dict[str,
 # -- machines and names ---------------------------------------------------------------------------
 
 
-def test_machine_without_a_role(tmp_path: Path) -> None:
+def test_machine_without_a_role(tmp_path):
     made = view(tmp_path)
     made.role = None
     assert "names this machine" in found(diagnosis.role, made)[0]
 
 
-def test_an_unknown_host_name_is_reported(tmp_path: Path) -> None:
+def test_an_unknown_host_name_is_reported(tmp_path):
     (line,) = found(diagnosis.places, view(tmp_path, worker={"ip": "far.invalid"}))
     assert line.startswith("the name 'far.invalid' of worker 1 is not known here")
 
 
-def test_own_name_that_is_a_loopback_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_name_that_is_a_loopback_address(tmp_path, monkeypatch):
     monkeypatch.setattr(addresses, "resolve", lambda name: ("127.0.1.1",))
     own = {"ip": "desk.lan", "hostname": "desk"}
     (line,) = found(diagnosis.places, view(tmp_path, coordinator=own, worker={"ip": "192.0.2.7"}))
@@ -96,13 +94,13 @@ def test_own_name_that_is_a_loopback_address(
     assert "/etc/hosts" in line
 
 
-def test_address_that_this_machine_does_not_have(tmp_path: Path) -> None:
+def test_address_that_this_machine_does_not_have(tmp_path):
     (line,) = found(diagnosis.places, view(tmp_path, coordinator={"ip": "198.51.100.7"}))
     assert "does not have its address 198.51.100.7" in line
     assert f"one of {addresses.addresses_for_others()[0]}" in line
 
 
-def test_keys(tmp_path: Path) -> None:
+def test_keys(tmp_path):
     far = view(tmp_path, worker={"ip": "192.0.2.7"})
     (line,) = found(diagnosis.keys, far)
     assert "192.0.2.7, where others reach it, and this machine has no key for it" in line
@@ -114,7 +112,7 @@ def test_keys(tmp_path: Path) -> None:
     assert "there is no " in found(diagnosis.keys, absent)[0]
 
 
-def test_port_of_a_worker_here_that_another_program_has(tmp_path: Path) -> None:
+def test_port_of_a_worker_here_that_another_program_has(tmp_path):
     with listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         (line,) = found(diagnosis.port, view(tmp_path, Role(True, (1,)), worker={"port": port}))
         there = view(tmp_path, Role(False, (1,)), worker={"port": port})
@@ -127,9 +125,7 @@ def test_port_of_a_worker_here_that_another_program_has(tmp_path: Path) -> None:
 # -- reaching the others --------------------------------------------------------------------------
 
 
-def test_a_port_without_a_listener_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_without_a_listener_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(diagnosis, "_DIAL_S", 0.5)
     for made in (view(tmp_path), view(tmp_path, Role(False, ()))):
         (line,) = found(diagnosis.reach, made)
@@ -137,13 +133,13 @@ def test_a_port_without_a_listener_is_reported(
         assert "-> start the worker there" in line
 
 
-def test_port_of_another_program(tmp_path: Path) -> None:
+def test_port_of_another_program(tmp_path):
     with listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         (line,) = found(diagnosis.reach, view(tmp_path, worker={"port": port}))
     assert "does not behave like a worker" in line
 
 
-def test_address_of_another_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_of_another_network(tmp_path, monkeypatch):
     networks = [ipaddress.IPv4Network("192.168.1.0/24")]
     monkeypatch.setattr(addresses, "local_networks", lambda: networks)
     error = NetworkError("cannot reach worker 1 at 10.9.0.7:1: no answer", hint="the firewall")
@@ -154,7 +150,7 @@ def test_address_of_another_network(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found(diagnosis.reach, made)[0].endswith("-> the firewall")
 
 
-def test_worker_that_is_busy_is_only_noted(tmp_path: Path) -> None:
+def test_worker_that_is_busy_is_only_noted(tmp_path):
     made = asked(view(tmp_path), busy="busy with the run of desk")
     assert found(diagnosis.reach, made) == []
     assert made.notes == ["busy with the run of desk"]
@@ -167,7 +163,7 @@ def test_worker_that_is_busy_is_only_noted(tmp_path: Path) -> None:
         ({"transformers": None}, "worker 1 has transformers None, this machine"),
     ],
 )
-def test_other_versions(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_other_versions(changes, said, tmp_path):
     facts = worker_info.facts()
     same = {**facts, "versions": {**facts["versions"], "torch": f"{facts['versions']['torch']}+x"}}
     for alike in (facts, same):
@@ -177,14 +173,14 @@ def test_other_versions(changes: dict[str, Any], said: str, tmp_path: Path) -> N
     assert line.startswith(said)
 
 
-def test_versions_that_are_too_old_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_are_too_old_here(tmp_path, monkeypatch):
     monkeypatch.setattr(versions, "too_old", lambda: [("torch", ">=2.11", "2.9")])
     (line, *_) = found(diagnosis.version, asked(view(tmp_path)))
     assert "torch 2.9 (needed: >=2.11) -> pip install" in line
 
 
 @pytest.mark.parametrize(("seconds", "way"), [(60.0, "ahead of"), (-60.0, "behind")])
-def test_clock(seconds: float, way: str, tmp_path: Path) -> None:
+def test_clock(seconds, way, tmp_path):
     facts = worker_info.facts()
     made = asked(view(tmp_path), facts=facts, clock_s=seconds)
     assert way in found(diagnosis.clock, made)[0]
@@ -192,7 +188,7 @@ def test_clock(seconds: float, way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("speed", [LinkSpeed(0.001, 1e6, 1e9), LinkSpeed(0.2, 1e9, 1e9)])
-def test_slow_link(speed: LinkSpeed, tmp_path: Path) -> None:
+def test_slow_link(speed, tmp_path):
     assert "is slow" in found(diagnosis.link, asked(view(tmp_path), speed=speed))[0]
     assert found(diagnosis.link, asked(view(tmp_path), speed=LinkSpeed(0.001, 1e9, 1e9))) == []
 
@@ -200,7 +196,7 @@ def test_slow_link(speed: LinkSpeed, tmp_path: Path) -> None:
 # -- what is here ---------------------------------------------------------------------------------
 
 
-def test_model_and_data_that_are_not_here(tmp_path: Path) -> None:
+def test_model_and_data_that_are_not_here(tmp_path):
     made = view(tmp_path, model={"name_or_path": "./none"}, data={"train": "none.jsonl"})
     assert "no model directory" in found(diagnosis.model, made)[0]
     said = " ".join(found(diagnosis.configuration, made))
@@ -217,7 +213,7 @@ def welcome(**said: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**much, **device, **said})
 
 
-def test_memory_and_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(Device, "memory", lambda self: Memory(1 << 10, 1 << 10))
     (line,) = found(diagnosis.devices, asked(view(tmp_path)))
     assert line.startswith("the coordinator has 1.00 KiB free, ")
@@ -229,9 +225,7 @@ def test_memory_and_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "cuda:77" in found(diagnosis.devices, asked(absent))[0]
 
 
-def test_four_bits_on_a_device_without_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_four_bits_on_a_device_without_them(tmp_path, monkeypatch):
     monkeypatch.setattr(Device, "four_bit", lambda self: Support(False, "bitsandbytes is absent"))
     made = asked(view(tmp_path))
     assert found(diagnosis.devices, made) == []
@@ -240,9 +234,7 @@ def test_four_bits_on_a_device_without_them(
     assert "coordinator cannot hold quantised weights: bitsandbytes is absent" in line
 
 
-def test_a_worker_that_was_asked_knows_its_4_bits_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_was_asked_knows_its_4_bits_best(tmp_path, monkeypatch):
     monkeypatch.setattr(diagnosis, "devices_known", lambda *_: {1: "assumed to have none"})
     made = view(tmp_path)
     made.model.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}  # type: ignore[union-attr]
@@ -251,7 +243,7 @@ def test_a_worker_that_was_asked_knows_its_4_bits_best(
     assert text not in " ".join(found(diagnosis.devices, asked(made, welcome=welcome())))
 
 
-def test_attention_that_a_device_does_not_train_with(tmp_path: Path) -> None:
+def test_attention_that_a_device_does_not_train_with(tmp_path):
     flex = {"from_config": TINY, "tokenizer": "t", "attn_implementation": "flex_attention"}
     made = asked(view(tmp_path, model=flex), welcome=welcome(device="mps"))
     (line,) = found(diagnosis.devices, made)
@@ -263,9 +255,7 @@ def test_attention_that_a_device_does_not_train_with(tmp_path: Path) -> None:
 # -- the command ----------------------------------------------------------------------------------
 
 
-def test_command_says_two_lines_for_each_and_ends_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_says_two_lines_for_each_and_ends_with_2(tmp_path, capsys):
     made = view(tmp_path, data={"train": "none\u202e.jsonl"}, worker={"ip": "127.0.0.1"})
     file = tmp_path / "c.json"
     file.write_text(json.dumps(made.config.to_dict()))

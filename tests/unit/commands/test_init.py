@@ -44,7 +44,7 @@ from tests.unit.data_helpers import CHATML, tiny_tokenizer
         ("[fd00::2]:-:mps", Address("fd00::2", device="mps", dials=True)),
     ],
 )
-def test_address_is_taken_apart(text: str, expected: Address) -> None:
+def test_address_is_taken_apart(text, expected):
     assert parse_address(text) == expected
 
 
@@ -52,7 +52,7 @@ def test_address_is_taken_apart(text: str, expected: Address) -> None:
     "text",
     ["", "box:port", "box:0", "box:70000", "[::1", "[::1]9999", "a b:1", "box:1:gpu", "box:²"],
 )
-def test_wrong_address_is_refused(text: str) -> None:
+def test_wrong_address_is_refused(text):
     with pytest.raises(UserError):
         parse_address(text)
 
@@ -68,9 +68,7 @@ def test_wrong_address_is_refused(text: str) -> None:
         (1, 2, [0, 1]),
     ],
 )
-def test_layers_are_split_evenly_with_fewer_on_the_coordinator(
-    layers: int, machines: int, sizes: list[int]
-) -> None:
+def test_layers_are_split_evenly_with_fewer_on_the_coordinator(layers, machines, sizes):
     ranges = split_layers(layers, machines)
     assert [end - start for start, end in ranges] == sizes
     assert ranges[0][0] == 0
@@ -78,7 +76,7 @@ def test_layers_are_split_evenly_with_fewer_on_the_coordinator(
     assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
 
 
-def test_more_workers_than_layers_are_refused() -> None:
+def test_more_workers_than_layers_are_refused():
     with pytest.raises(UserError, match="2 layers are too few for 3 workers"):
         split_layers(2, 4)
 
@@ -87,14 +85,14 @@ def proposed(**answers: Any) -> dict[str, Any]:
     return propose(Answers(**answers), 6, hostname="desk", own_address="10.0.0.1")
 
 
-def test_proposal_for_this_machine_alone_uses_loopback() -> None:
+def test_proposal_for_this_machine_alone_uses_loopback():
     raw = proposed(workers=["localhost", "127.0.0.1:29501", "localhost"])
     Config.from_dict(raw)
     assert raw["coordinator"]["ip"] == "127.0.0.1"
     assert [w["port"] for w in raw["workers"]] == [9999, 29501, 10000]
 
 
-def test_proposal_for_several_machines_uses_this_machines_address() -> None:
+def test_proposal_for_several_machines_uses_this_machines_address():
     raw = proposed(workers=["10.0.0.2:9999:cuda:0", "[fd00::2]:9999"], model="m", data="d.jsonl")
     config = Config.from_dict(raw)
     assert (config.coordinator.hostname, config.coordinator.ip) == ("desk", "10.0.0.1")
@@ -104,19 +102,19 @@ def test_proposal_for_several_machines_uses_this_machines_address() -> None:
     assert config.warnings() == ()
 
 
-def test_worker_that_dials_gets_no_port() -> None:
+def test_worker_that_dials_gets_no_port():
     [entry, other] = proposed(workers=["laptop:-:mps", "box"])["workers"]
     assert entry == {"id": 1, "ip": "laptop", "device": "mps"}
     assert other["port"] == 9999
 
 
-def test_proposal_with_another_coordinator() -> None:
+def test_proposal_with_another_coordinator():
     raw = proposed(workers=["10.0.0.2"], coordinator="10.0.0.9:9000:cpu")
     assert raw["coordinator"] == {"ip": "10.0.0.9", "port": 9000, "device": "cpu"}
 
 
 @needs("islands")
-def test_proposal_for_an_island_names_it_and_its_lighthouse() -> None:
+def test_proposal_for_an_island_names_it_and_its_lighthouse():
     config = Config.from_dict(proposed(island="garage", lighthouse="10.0.0.9:7"))
     assert (config.island.name, config.island.lighthouse) == ("garage", "10.0.0.9:7")
     assert config.coordinator.ip == "10.0.0.1"  # where the other islands reach it
@@ -136,15 +134,13 @@ def test_proposal_for_an_island_names_it_and_its_lighthouse() -> None:
     ("adapter", "quantization", "has_adapter"),
     [(None, None, True), ("lora", None, True), ("qlora", "nf4", True), ("none", None, False)],
 )
-def test_proposal_follows_the_adapter(
-    adapter: str | None, quantization: str | None, has_adapter: bool
-) -> None:
+def test_proposal_follows_the_adapter(adapter, quantization, has_adapter):
     config = Config.from_dict(proposed(model="m", adapter=adapter))
     assert config.model.quantization == quantization
     assert (config.adapter is not None) == has_adapter
 
 
-def test_machines_without_4_bits_are_in_full_precision(tmp_path: Path) -> None:
+def test_machines_without_4_bits_are_in_full_precision(tmp_path):
     machines = ["old:9999:musa", "mac:9999:mps"]
     raw = proposed(model="m", adapter="qlora", workers=machines)
     assert [w.get("quantization") for w in raw["workers"]] == ["none", None]
@@ -155,11 +151,11 @@ def test_machines_without_4_bits_are_in_full_precision(tmp_path: Path) -> None:
     assert not (tmp_path / "c.json").exists()
 
 
-def test_checkpointing_is_left_to_the_memory() -> None:
+def test_checkpointing_is_left_to_the_memory():
     assert proposed()["training"]["gradient_checkpointing"] == "auto"
 
 
-def test_existing_file_is_kept_without_force(tmp_path: Path) -> None:
+def test_existing_file_is_kept_without_force(tmp_path):
     output = tmp_path / "hetero_config.json"
     output.write_text("precious", encoding="utf-8")
     with pytest.raises(UserError, match="exists already"):
@@ -170,7 +166,7 @@ def test_existing_file_is_kept_without_force(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["hetero_config.json"]
 
 
-def test_number_of_layers_is_read_from_the_model(tmp_path: Path) -> None:
+def test_number_of_layers_is_read_from_the_model(tmp_path):
     model = tmp_path / "sub" / "model"
     model.mkdir(parents=True)
     settings = {"model_type": "llama", "num_hidden_layers": 7, "hidden_size": 8}
@@ -181,14 +177,14 @@ def test_number_of_layers_is_read_from_the_model(tmp_path: Path) -> None:
     assert config.model.name_or_path == "sub/model"  # as the file has to write it
 
 
-def test_unknown_number_of_layers_asks_for_it(tmp_path: Path) -> None:
+def test_unknown_number_of_layers_asks_for_it(tmp_path):
     with pytest.raises(UserError, match=r"number of layers is not known\n.*--layers"):
         write_config(Answers(workers=["localhost"]), tmp_path / "c.json")
     with pytest.raises(UserError, match="at least one layer"):
         write_config(Answers(layers=0), tmp_path / "c.json")
 
 
-def test_file_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+def test_file_that_cannot_be_written_is_a_user_error(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(UserError, match="cannot write"):
         write_config(Answers(layers=4), tmp_path / "file" / "c.json")
@@ -211,7 +207,7 @@ ALL = Answers(model="m", layers=4, workers=["localhost"], adapter="lora", data="
 
 
 @needs("chains", "classification")
-def test_wizard_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
+def test_wizard_asks_again_after_a_wrong_answer(tmp_path):
     output = tmp_path / "c.json"
     said: list[str] = []
     ask = replies(
@@ -240,9 +236,7 @@ def test_wizard_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
         assert complaint in text
 
 
-def test_wizard_takes_defaults_and_skips_what_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wizard_takes_defaults_and_skips_what_is_known(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("")
@@ -254,7 +248,7 @@ def test_wizard_takes_defaults_and_skips_what_is_known(
     assert config.adapter is not None
 
 
-def test_wizard_does_not_replace_a_file_unasked(tmp_path: Path) -> None:
+def test_wizard_does_not_replace_a_file_unasked(tmp_path):
     output = tmp_path / "c.json"
     output.write_text("precious", encoding="utf-8")
     assert run_wizard(Answers(), output, ask=replies("no"), say=lambda text: None) is None
@@ -263,22 +257,20 @@ def test_wizard_does_not_replace_a_file_unasked(tmp_path: Path) -> None:
     assert load_config(output).model is not None
 
 
-def test_a_wizard_without_further_input_names_the_option(tmp_path: Path) -> None:
+def test_a_wizard_without_further_input_names_the_option(tmp_path):
     with pytest.raises(UserError, match="--non-interactive"):
         run_wizard(Answers(), tmp_path / "c.json", ask=replies(), say=lambda text: None)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_may_be_left_to_the_run(tmp_path: Path) -> None:
+def test_a_plan_may_be_left_to_the_run(tmp_path):
     answers = Answers(model="absent/model", workers=["box"], adapter="none", measure=True)
     assert not write_config(answers, tmp_path / "c.json").is_planned
     assert json.loads((tmp_path / "c.json").read_text())["shard_plan"] == "auto"
 
 
 @pytest.mark.parametrize(("reply", "planned"), [("yes", False), ("", True)])
-def test_wizard_asks_on_a_terminal_whether_to_measure(
-    reply: str, planned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wizard_asks_on_a_terminal_whether_to_measure(reply, planned, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
     run_wizard(ALL, tmp_path / "c.json", ask=replies("cpu", reply), say=lambda text: None)
     assert load_config(tmp_path / "c.json").is_planned is planned
@@ -300,9 +292,7 @@ def saved_record(folder: Path, fields: dict[str, Any]) -> str:
 
 @needs("preferences", "classification")
 @pytest.mark.parametrize("objective", RECORDS)
-def test_the_fields_of_the_data_tell_the_objective(
-    objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fields_of_the_data_tell_the_objective(objective, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     answers = Answers(model="org/m", layers=2, data=saved_record(tmp_path, RECORDS[objective]))
     assert write_config(answers, tmp_path / "c.json").training.objective == objective
@@ -313,9 +303,7 @@ def test_the_fields_of_the_data_tell_the_objective(
 
 
 @needs("preferences", "classification")
-def test_an_objective_that_the_data_do_not_fit_is_refused_with_their_fields(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_objective_that_the_data_do_not_fit_is_refused_with_their_fields(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     output = tmp_path / "c.json"
     data = saved_record(tmp_path, RECORDS["dpo"])
@@ -346,7 +334,7 @@ def test_an_objective_that_the_data_do_not_fit_is_refused_with_their_fields(
         ("reward", "lora", RewardConfig.learning_rate),
     ],
 )
-def test_the_learning_rate_follows_the_objective(objective: str, adapter: str, rate: float) -> None:
+def test_the_learning_rate_follows_the_objective(objective, adapter, rate):
     config = Config.from_dict(proposed(model="m", objective=objective, adapter=adapter))
     assert config.training.learning_rate == rate
     assert config.training.objective == objective
@@ -354,7 +342,7 @@ def test_the_learning_rate_follows_the_objective(objective: str, adapter: str, r
 
 @needs("classification")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of DeBERTa, in 5.17
-def test_layers_are_those_of_the_class_that_is_trained(tmp_path: Path) -> None:
+def test_layers_are_those_of_the_class_that_is_trained(tmp_path):
     """Of DeBERTa there is none that generates text."""
     tiny_config("deberta-v2", "token-classification").save_pretrained(tmp_path / "model")
     answers = Answers(model=str(tmp_path / "model"), objective="token-classification")
@@ -364,19 +352,19 @@ def test_layers_are_those_of_the_class_that_is_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["localhost", "gpu", "cuda0", "0"])
-def test_a_device_of_no_kind_is_refused(device: str) -> None:
+def test_a_device_of_no_kind_is_refused(device):
     with pytest.raises(UserError, match=r"no kind of device|is not a device"):
         parse_address(f"box:9999:{device}")
 
 
-def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_data_is_refused(tmp_path):
     answers = Answers(model="org/m", layers=2, data=str(tmp_path))
     with pytest.raises(UserError, match="holds no file that can be read"):
         write_config(answers, tmp_path / "c.json")
 
 
 @pytest.fixture(scope="module")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_folder(tmp_path_factory):
     """A model with its tokenizer, and a file of each kind of data."""
     folder = tmp_path_factory.mktemp("init")
     save_llama(folder / "model", vocab_size=400)
@@ -400,8 +388,8 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_check_has_nothing_against_what_init_writes(
-    objective: str, adapter: str, options: list[str], tiny_folder: Path, tmp_path: Path
-) -> None:
+    objective, adapter, options, tiny_folder, tmp_path
+):
     file, output = objective if objective in RECORDS else "dpo", str(tmp_path / "c.json")
     data = ["--data", str(tiny_folder / f"{file}.jsonl"), "--objective", objective]
     model = ["--model", str(tiny_folder / "model"), "--adapter", adapter]
@@ -410,9 +398,7 @@ def test_check_has_nothing_against_what_init_writes(
 
 
 @needs("classification")
-def test_a_classifier_of_one_class_is_refused(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_classifier_of_one_class_is_refused(tiny_folder, tmp_path, capsys):
     data = saved_record(tmp_path, {"text": "a", "label": "good"})
     model, output = str(tiny_folder / "model"), tmp_path / "c.json"
     write_config(Answers(model=model, data=str(tmp_path / data)), output)

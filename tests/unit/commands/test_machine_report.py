@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from hetero_framework import cli
 from hetero_framework.commands import machine_report
@@ -31,9 +28,7 @@ class PlugIn(Device):
         return {"streams": Support(True, ""), "memory figures": Support(False, "no figures")}
 
 
-def test_every_device_is_described_also_one_that_cannot_be_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_device_is_described_also_one_that_cannot_be_used(monkeypatch):
     monkeypatch.setattr(machine_report, "list_devices", lambda: [PlugIn(0), Device()])
     facts: dict[str, Any] = machine_report.examine()
     plug_in, cpu = facts["devices"]
@@ -51,9 +46,7 @@ def test_every_device_is_described_also_one_that_cannot_be_used(
     assert said[-1] == "  memory figures: no (no figures)"
 
 
-def test_no_token_and_no_key_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_token_and_no_key_is_printed(tmp_path, monkeypatch, capsys):
     """Reports of bugs hold what the doctor prints, with a configuration and without."""
     for name in ("HF_TOKEN", "WANDB_API_KEY"):
         monkeypatch.setenv(name, f"planted-{name}")

@@ -58,7 +58,7 @@ def actions() -> Iterator[tuple[str, str, argparse.Action]]:
             yield command, (action.option_strings or [action.dest])[-1], action
 
 
-def test_every_option_that_names_a_place_is_known_to_be_read_or_written() -> None:
+def test_every_option_that_names_a_place_is_known_to_be_read_or_written():
     of_type = {
         kind: {(command, name) for command, name, action in actions() if action.type is kind}
         for kind in (OutputFile, OutputFolder)
@@ -72,7 +72,7 @@ def test_every_option_that_names_a_place_is_known_to_be_read_or_written() -> Non
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in").mkdir()
     for name in ("recipe.yml", "prompts.jsonl", "profile.json", "metrics.jsonl"):
@@ -103,9 +103,7 @@ def names_of(target: Path) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("taken", TAKEN)
 @pytest.mark.parametrize(("command", "option"), FILES)
-def test_what_is_there_stays(
-    command: str, option: str, taken: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_there_stays(command, option, taken, folder, capsys):
     target = folder / "out.svg"
     TAKEN[taken](target, folder / "precious")
     before = names_of(target)
@@ -120,9 +118,7 @@ def test_what_is_there_stays(
 @pytest.mark.parametrize(
     ("command", "option"), [key for key in FILES if key[0] not in ("init", "verify")]
 )
-def test_a_command_never_overwrites_what_it_reads(
-    command: str, option: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_never_overwrites_what_it_reads(command, option, folder, capsys):
     words = FILES[command, option]
     file = folder / next(word for word in words if word.startswith("in"))
     before = file.read_bytes()
@@ -136,9 +132,7 @@ def test_a_command_never_overwrites_what_it_reads(
 
 @pytest.mark.parametrize("taken", ["a file", "a hard link", "a link", "a dangling link"])
 @pytest.mark.parametrize("command", ["init", pytest.param("diagram", marks=needs("observe"))])
-def test_overwrite_replaces_a_name_and_nothing_behind_it(
-    command: str, taken: str, folder: Path
-) -> None:
+def test_overwrite_replaces_a_name_and_nothing_behind_it(command, taken, folder):
     target, words = folder / "out", FILES[command, "--output"]
     TAKEN[taken](target, folder / "precious")
     assert main([command, *words, "--output", str(target), "--overwrite"]) == 0
@@ -149,7 +143,7 @@ def test_overwrite_replaces_a_name_and_nothing_behind_it(
 
 
 @needs("observe")
-def test_default_names_are_no_exception(folder: Path) -> None:
+def test_default_names_are_no_exception(folder):
     config = ["--config", "in/hetero_config.json"]
     for words in (["diagram", "--format", "mmd", *config], ["init", *FILES["init", "--output"]]):
         assert main(words) == 0
@@ -158,9 +152,7 @@ def test_default_names_are_no_exception(folder: Path) -> None:
 
 
 @needs("talking")
-def test_a_machine_without_a_role_generates_alone(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_without_a_role_generates_alone(folder, capsys):
     raw = json.loads((folder / "in" / "hetero_config.json").read_text())
     raw["coordinator"] |= {"ip": "203.0.113.9", "hostname": "elsewhere"}
     raw["model"] = {"name_or_path": "org/model"}

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ Make = Callable[..., Config]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
+def make(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2", "n_layer": 2}')
     (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
@@ -44,7 +43,7 @@ def make(tmp_path: Path) -> Make:
     return config
 
 
-def test_a_configuration_without_fault_passes(make: Make) -> None:
+def test_a_configuration_without_fault_passes(make):
     preflight(make(), writes=True)
 
 
@@ -63,12 +62,12 @@ def test_a_configuration_without_fault_passes(make: Make) -> None:
         ("training", {"output_dir": "texts.jsonl/a"}, "training.output_dir: .*texts.jsonl is a"),
     ],
 )
-def test_each_fault_is_reported(make: Make, section: str, changed: Any, said: str) -> None:
+def test_each_fault_is_reported(make, section, changed, said):
     with pytest.raises(UserError, match=said):
         preflight(make(**{section: changed}), writes=True)
 
 
-def test_all_faults_are_reported_at_once(make: Make) -> None:
+def test_all_faults_are_reported_at_once(make):
     config = make(
         data={"train": "none.jsonl"}, training={"optim": "adamm"}, model={"tokenizer": "./x"}
     )
@@ -79,7 +78,7 @@ def test_all_faults_are_reported_at_once(make: Make) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_of_another_user_is_reported(make: Make, tmp_path: Path) -> None:
+def test_a_directory_of_another_user_is_reported(make, tmp_path):
     (tmp_path / "closed").mkdir(mode=0o500)
     with pytest.raises(ConfigError, match="cannot be written by this user"):
         preflight(make(training={"output_dir": "closed/run"}), writes=True)
@@ -94,7 +93,7 @@ FEW = set(NAMES[::8]).difference(LARGE)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for name in NAMES]
 )
-def test_the_declared_layers_are_those_of_the_model(name: str) -> None:
+def test_the_declared_layers_are_those_of_the_model(name):
     """Of every architecture: a plan that fits is never refused for what config.json says."""
     try:
         config = tiny.tiny_config(name)
@@ -112,7 +111,7 @@ def _written(config: PretrainedConfig) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "command", ["train", "check", "verify", "plan --measure", "plan --dry-run"]
 )
-def test_preflight_runs_without_torch(make: Make, tmp_path: Path, command: str) -> None:
+def test_preflight_runs_without_torch(make, tmp_path, command):
     file = tmp_path / "c.json"
     file.write_text(json.dumps(make(model={"name_or_path": "./none"}).to_dict()))
     program = (

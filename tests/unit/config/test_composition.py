@@ -31,7 +31,7 @@ PLAIN: dict[str, Any] = {
 ISLAND = {"name": "a", "lighthouse": "127.0.0.1:29510"}
 
 
-def test_a_plain_file_loads_no_extra() -> None:
+def test_a_plain_file_loads_no_extra():
     code = (
         "import sys; from hetero_framework.config import Config, effects\n"
         f"config = Config.from_dict({PLAIN | {'island': None}!r})\n"
@@ -44,7 +44,7 @@ def test_a_plain_file_loads_no_extra() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_section_of_an_extra_is_in_the_schema_of_files_that_have_it() -> None:
+def test_a_section_of_an_extra_is_in_the_schema_of_files_that_have_it():
     config = Config.from_dict({**PLAIN, "island": ISLAND})
     assert type(config).extras == {"islands"}
     assert config.setting("island.sync_steps") == 1
@@ -72,12 +72,12 @@ def without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _compose_anew() -> Any:
+def _compose_anew():
     yield
     forget()
 
 
-def test_a_section_of_an_extra_that_is_not_there_is_said_with_its_name(monkeypatch: Any) -> None:
+def test_a_section_of_an_extra_that_is_not_there_is_said_with_its_name(monkeypatch):
     without("islands", monkeypatch)
     assert type(Config.from_dict({**PLAIN, "island": None})) is Config
     with pytest.raises(
@@ -92,7 +92,7 @@ def test_a_section_of_an_extra_that_is_not_there_is_said_with_its_name(monkeypat
 
 
 @whole
-def test_an_objective_of_an_extra_that_is_not_there_is_said_with_its_name(monkeypatch: Any) -> None:
+def test_an_objective_of_an_extra_that_is_not_there_is_said_with_its_name(monkeypatch):
     without("preferences", monkeypatch)
     with pytest.raises(ConfigError, match=r"^training\.objective: 'dpo' needs the extra 'pref"):
         Config.from_dict({**PLAIN, "training": {"objective": "dpo"}})
@@ -109,7 +109,7 @@ def test_an_objective_of_an_extra_that_is_not_there_is_said_with_its_name(monkey
         needs_of("dpo")
 
 
-def test_settings_of_extras_are_there_where_they_are_read_or_given() -> None:
+def test_settings_of_extras_are_there_where_they_are_read_or_given():
     plain = Config.from_dict(PLAIN)
     assert plain.setting("training.beta") is None
     assert PreferenceSettings.of(plain.training).beta == 0.1

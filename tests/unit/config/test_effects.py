@@ -8,7 +8,7 @@ from hetero_framework.config.section import Effect, Scope
 from tests.installed import needs
 
 
-def test_every_setting_has_one_effect_and_one_scope() -> None:
+def test_every_setting_has_one_effect_and_one_scope():
     known = list(effects.effects())
     assert known == list(effects.scopes())
     assert len(known) == len(set(known)) > 140
@@ -19,7 +19,7 @@ def test_every_setting_has_one_effect_and_one_scope() -> None:
 
 
 @needs("islands")
-def test_what_changes_the_result_is_compared_between_islands_or_has_a_reason() -> None:
+def test_what_changes_the_result_is_compared_between_islands_or_has_a_reason():
     """These are compared by what follows from them: weights, tokens, samples, steps, devices."""
     apart = {
         name
@@ -36,7 +36,7 @@ def test_what_changes_the_result_is_compared_between_islands_or_has_a_reason() -
     }
 
 
-def test_flat_names_each_setting_and_each_section_that_is_there() -> None:
+def test_flat_names_each_setting_and_each_section_that_is_there():
     raw = {"links": "auto", "adapter": None, "training": {"seed": 1}, "workers": [{"id": 1}]}
     assert effects.flat(raw) == {
         **{"links": "auto", "adapter": None, "training": True, "workers": [{"id": 1}]},

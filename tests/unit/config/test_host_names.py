@@ -19,7 +19,7 @@ from hetero_framework.config.host_names import (
         *("x" * 63, "3com.example"),
     ],
 )
-def test_valid_hosts_are_accepted_unchanged(host: str) -> None:
+def test_valid_hosts_are_accepted_unchanged(host):
     assert checked_host(host) == host
 
 
@@ -46,7 +46,7 @@ def test_valid_hosts_are_accepted_unchanged(host: str) -> None:
         ("a." + "b" * 64, "1 to 63 letters"),
     ],
 )
-def test_an_invalid_host_is_refused_with_advice(host: str, said: str) -> None:
+def test_an_invalid_host_is_refused_with_advice(host, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         checked_host(host)
 
@@ -61,21 +61,21 @@ def test_an_invalid_host_is_refused_with_advice(host: str, said: str) -> None:
         ("FE80::0001", "fe80::1"),
     ],
 )
-def test_spellings_of_one_address_are_equal(one: str, other: str) -> None:
+def test_spellings_of_one_address_are_equal(one, other):
     assert normal_host(one) == normal_host(other)
     assert normal_host(normal_host(one)) == normal_host(one)
 
 
-def test_different_addresses_are_not() -> None:
+def test_different_addresses_are_not():
     assert len({normal_host(h) for h in ("box", "box.lan", "127.0.0.1", "127.0.0.2", "::1")}) == 5
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "box.lan", "fe80::1", "::1"])
-def test_an_address_is_split_as_it_is_written(host: str) -> None:
+def test_an_address_is_split_as_it_is_written(host):
     assert split_address(host_and_port(host, 29510)) == (host, 29510)
 
 
-def test_ipv6_has_brackets_before_a_port() -> None:
+def test_ipv6_has_brackets_before_a_port():
     assert host_and_port("fe80::1", 80) == "[fe80::1]:80"
     assert host_and_port("box", 80) == "box:80"
 
@@ -93,6 +93,6 @@ def test_ipv6_has_brackets_before_a_port() -> None:
         ("my box:80", "between its dots"),
     ],
 )
-def test_an_invalid_address_with_port_is_refused(address: str, said: str) -> None:
+def test_an_invalid_address_with_port_is_refused(address, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         split_address(address)

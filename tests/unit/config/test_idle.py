@@ -83,9 +83,7 @@ def T(**training: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_setting_that_nothing_reads_is_said_with_what_it_counts_with(
-    sections: dict[str, Any], name: str, why: str
-) -> None:
+def test_a_setting_that_nothing_reads_is_said_with_what_it_counts_with(sections, name, why):
     config = config_of(**sections)
     assert list(idle(config)) == [name]
     assert why in idle(config)[name]
@@ -93,7 +91,7 @@ def test_a_setting_that_nothing_reads_is_said_with_what_it_counts_with(
 
 
 @pytest.mark.parametrize("setting", [True, "auto"])
-def test_a_setting_may_be_read_by_a_stage_of_the_plan(setting: Any) -> None:
+def test_a_setting_may_be_read_by_a_stage_of_the_plan(setting):
     offloading = {"activation_offloading": True}
     assert idle(config_of(training={**offloading, "gradient_checkpointing": setting})) == {}
     stages = [{"id": "local", "start": 0, "end": 1}, {"id": "local", "start": 1, "end": 2}]
@@ -103,7 +101,7 @@ def test_a_setting_may_be_read_by_a_stage_of_the_plan(setting: Any) -> None:
 
 
 @needs("preferences")
-def test_what_a_run_has_written_and_what_is_off_are_no_complaint(monkeypatch: Any) -> None:
+def test_what_a_run_has_written_and_what_is_off_are_no_complaint(monkeypatch):
     plain = config_of(adapter={})
     assert idle(Config.from_dict(plain.to_dict())) == {}
     assert idle(config_of(training={"rpo_alpha": None, "use_weighting": False, "beta": 0.1})) != {}
@@ -120,13 +118,13 @@ def test_what_a_run_has_written_and_what_is_off_are_no_complaint(monkeypatch: An
 
 @whole
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.json")), ids=lambda file: file.stem)
-def test_no_example_has_a_setting_without_effect(file: Path) -> None:
+def test_no_example_has_a_setting_without_effect(file):
     if "shard_plan" in json.loads(file.read_text()):
         assert idle(load_config(file)) == {}
 
 
 @whole
-def test_every_run_reads_a_setting_or_those_that_meet_its_condition() -> None:
+def test_every_run_reads_a_setting_or_those_that_meet_its_condition():
     """Of each setting of the schema with all extras the condition names settings and, where the
     registry says of the objectives what they read, some of those."""
     schema, known = whole_schema(Config), registry.entries("objectives")
@@ -152,7 +150,7 @@ def test_every_run_reads_a_setting_or_those_that_meet_its_condition() -> None:
 # -- the marks beside the losses -------------------------------------------------------------------
 
 
-def test_the_marks_say_what_each_optimizer_and_each_schedule_reads(tmp_path: Path) -> None:
+def test_the_marks_say_what_each_optimizer_and_each_schedule_reads(tmp_path):
     def kwargs(**given: Any) -> str:
         arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **given)
         return repr(Trainer.get_optimizer_cls_and_kwargs(arguments))

@@ -58,7 +58,7 @@ def lists(tree: ast.Module) -> list[ast.AST]:
 
 
 @whole
-def test_no_module_lists_names_of_settings() -> None:
+def test_no_module_lists_names_of_settings():
     counts = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         place = file.relative_to(PACKAGE)
@@ -72,7 +72,7 @@ def test_no_module_lists_names_of_settings() -> None:
 
 
 @whole
-def test_every_setting_is_read() -> None:
+def test_every_setting_is_read():
     """The adapter section is handed to PEFT as a whole, and losses are called with arguments of
     these names."""
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")]
@@ -93,6 +93,6 @@ def test_every_setting_is_read() -> None:
         "def f():\n    for name in ['training.seed', *('training.bf16', 'training.fp16')]: pass",
     ],
 )
-def test_a_list_of_settings_is_noticed(code: str) -> None:
+def test_a_list_of_settings_is_noticed(code):
     assert len(lists(ast.parse(code))) == 1
     assert lists(ast.parse("def f():\n    return {'seed': 1, 'bf16': True, 'optim': 'sgd'}")) == []

@@ -12,13 +12,13 @@ from hetero_framework.engine.optimizer import LearningRate
 from hetero_framework.errors import ConfigError
 
 
-def test_names_are_those_of_the_installed_transformers() -> None:
+def test_names_are_those_of_the_installed_transformers():
     names = optimizers._names
     assert set(names("training_args.py", "OptimizerNames")) == {one.value for one in OptimizerNames}
     assert set(names("trainer_utils.py", "SchedulerType")) == {one.value for one in SchedulerType}
 
 
-def test_check_optimizer_lists_the_existing_ones() -> None:
+def test_check_optimizer_lists_the_existing_ones():
     with pytest.raises(ConfigError, match="'adam' is not an optimizer") as caught:
         check_optimizer(TrainingConfig(optim="adam"))
     assert caught.value.hint is not None
@@ -26,7 +26,7 @@ def test_check_optimizer_lists_the_existing_ones() -> None:
     assert "galore" not in caught.value.hint
 
 
-def test_check_optimizer_knows_the_schedules_before_anything_loads() -> None:
+def test_check_optimizer_knows_the_schedules_before_anything_loads():
     with pytest.raises(ConfigError, match="'cosinus' is not a schedule") as caught:
         check_optimizer(TrainingConfig(lr_scheduler_type="cosinus"))
     assert caught.value.hint is not None
@@ -39,6 +39,6 @@ def test_check_optimizer_knows_the_schedules_before_anything_loads() -> None:
 @pytest.mark.parametrize(
     "optim", ["galore_adamw", "lomo", "adalomo", "apollo_adamw", "schedule_free_adamw", "grokadamw"]
 )
-def test_check_optimizer_refuses_those_that_need_the_whole_model(optim: str) -> None:
+def test_check_optimizer_refuses_those_that_need_the_whole_model(optim):
     with pytest.raises(ConfigError, match="cannot train a model in shards"):
         check_optimizer(TrainingConfig(optim=optim))

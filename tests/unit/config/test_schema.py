@@ -79,7 +79,7 @@ def message(raw: dict[str, Any], kind: type[ConfigError] = ConfigError) -> str:
 # -- what is accepted -----------------------------------------------------------------------------
 
 
-def test_seed_format_is_accepted() -> None:
+def test_seed_format_is_accepted():
     config = Config.from_dict(SEED, "/base")
     assert config.model is None
     assert config.coordinator.port == 9998
@@ -90,7 +90,7 @@ def test_seed_format_is_accepted() -> None:
     ]
 
 
-def test_paths_start_at_the_base_directory(tmp_path: Path) -> None:
+def test_paths_start_at_the_base_directory(tmp_path):
     config = Config.from_dict(FULL, tmp_path)
     assert config.output_dir == tmp_path / "runs" / "default"
     assert config.checkpoints == tmp_path / "checkpoints"
@@ -98,7 +98,7 @@ def test_paths_start_at_the_base_directory(tmp_path: Path) -> None:
     assert config.path("../x") == tmp_path.parent / "x"
 
 
-def test_to_dict_and_from_dict_are_inverse() -> None:
+def test_to_dict_and_from_dict_are_inverse():
     raw = changed("training.lr_scheduler_kwargs", {"num_cycles": 0.5})
     config = Config.from_dict(raw, "/base")
     again = Config.from_dict(json.loads(json.dumps(config.to_dict())), "/base")
@@ -128,11 +128,11 @@ def test_to_dict_and_from_dict_are_inverse() -> None:
         ("coordinator.port", 9999),  # another machine has this port, too
     ],
 )
-def test_valid_values_are_accepted(path: str, value: Any) -> None:
+def test_valid_values_are_accepted(path, value):
     Config.from_dict(changed(path, value))
 
 
-def test_resume_step_zero_means_from_the_beginning() -> None:
+def test_resume_step_zero_means_from_the_beginning():
     assert Config.from_dict(changed("resume_step", 0)).resume_step is None
 
 
@@ -145,13 +145,13 @@ def test_resume_step_zero_means_from_the_beginning() -> None:
         [("local", 0, 8), (1, 8, 32), (2, 32, 32)],
     ],
 )
-def test_valid_plans_are_accepted(plan: list[tuple[Any, int, int]]) -> None:
+def test_valid_plans_are_accepted(plan):
     raw = {**SEED, "shard_plan": [{"id": i, "start": s, "end": e} for i, s, e in plan]}
     config = Config.from_dict(raw)
     config.plan.covers(32)
 
 
-def test_a_plan_without_workers_is_accepted() -> None:
+def test_a_plan_without_workers_is_accepted():
     raw = {"coordinator": {"ip": "::1"}, "shard_plan": [{"id": "local", "start": 0, "end": 4}]}
     assert Config.from_dict(raw).plan.stages[0].is_last
 
@@ -240,11 +240,11 @@ def test_a_plan_without_workers_is_accepted() -> None:
         ("resume_step", True, 'resume_step: must be "latest" or a whole number, not true'),
     ],
 )
-def test_wrong_value_names_the_place_and_the_fix(path: str, value: Any, expected: str) -> None:
+def test_wrong_value_names_the_place_and_the_fix(path, value, expected):
     assert expected in message(changed(path, value))
 
 
-def test_missing_values_are_named() -> None:
+def test_missing_values_are_named():
     text = message({"workers": []})
     assert "coordinator: is missing (The machine that drives the training)" in text
     assert "shard_plan: is missing (" in text
@@ -264,9 +264,7 @@ def test_missing_values_are_named() -> None:
         (HALF, "adapter", None, "training.fp16: needs float32 weights"),
     ],
 )
-def test_a_value_that_others_exclude_is_refused(
-    fine: dict[str, Any], path: str, value: Any, expected: str
-) -> None:
+def test_a_value_that_others_exclude_is_refused(fine, path, value, expected):
     raw = FULL
     for setting in fine.items():
         raw = changed(*setting, raw)
@@ -274,7 +272,7 @@ def test_a_value_that_others_exclude_is_refused(
     assert expected in message(changed(path, value, raw))
 
 
-def test_quantisation_goes_by_machine() -> None:
+def test_quantisation_goes_by_machine():
     raw = changed("model.quantization", "nf4", changed("workers[1].quantization", "none"))
     config = Config.from_dict(raw)
     assert [config.quantization(owner) for owner in ("local", 1, 2)] == ["nf4", "nf4", None]
@@ -295,7 +293,7 @@ def test_quantisation_goes_by_machine() -> None:
     assert 'must be "nf4", "int8" or "none"' in message(changed("workers[1].quantization", "fp4"))
 
 
-def test_smoothed_labels_have_no_loss_of_routers() -> None:
+def test_smoothed_labels_have_no_loss_of_routers():
     raw = changed("model.router_aux_loss_coef", 0.1, changed("training.label_smoothing_factor", 1))
     assert "model.router_aux_loss_coef: is no part of the loss with" in message(raw)
     Config.from_dict(changed("model.router_aux_loss_coef", 0.0, raw))
@@ -318,14 +316,12 @@ def test_smoothed_labels_have_no_loss_of_routers() -> None:
         ([("local", 0, 8), ("1", 8, 16), (1, 16, 24), (2, 24, 32)], '"1" is written 1 in workers'),
     ],
 )
-def test_wrong_plan_is_a_plan_error_with_the_fix(
-    plan: list[tuple[Any, int, int]], expected: str
-) -> None:
+def test_wrong_plan_is_a_plan_error_with_the_fix(plan, expected):
     raw = {**SEED, "shard_plan": [{"id": i, "start": s, "end": e} for i, s, e in plan]}
     assert expected in message(raw, PlanError)
 
 
-def test_a_worker_without_an_entry_takes_no_part_and_is_noted() -> None:
+def test_a_worker_without_an_entry_takes_no_part_and_is_noted():
     raw = {**SEED, "shard_plan": [{"id": "local", "start": 0, "end": 8}]}
     raw["shard_plan"].append({"id": 1, "start": 8, "end": 32})
     config = Config.from_dict(raw)
@@ -333,7 +329,7 @@ def test_a_worker_without_an_entry_takes_no_part_and_is_noted() -> None:
     assert "worker 2 has no entry in shard_plan and takes no part" in config.warnings()
 
 
-def test_a_plan_lists_owners_and_contents_of_stages() -> None:
+def test_a_plan_lists_owners_and_contents_of_stages():
     plan = Config.from_dict(changed("shard_plan[2].id", 1)).plan
     assert plan.owners == ("local", 1)
     assert [stage.index for stage in plan.of(1)] == [1, 2]
@@ -343,7 +339,7 @@ def test_a_plan_lists_owners_and_contents_of_stages() -> None:
     assert plan.stages[2].contents.endswith("-31 + head")
 
 
-def test_changes_are_validated_like_a_file() -> None:
+def test_changes_are_validated_like_a_file():
     config = Config.from_dict(FULL, "/base")
     other = config.with_changes(training={"max_steps": 7}, data=None)
     assert (other.training.max_steps, other.data, other.base_dir) == (7, None, config.base_dir)
@@ -354,14 +350,14 @@ def test_changes_are_validated_like_a_file() -> None:
         config.with_changes(shard_plan=[*config.shard_plan, config.shard_plan[0]])
 
 
-def test_is_last_must_agree_with_the_order() -> None:
+def test_is_last_must_agree_with_the_order():
     raw = changed("shard_plan[0].is_last", True)
     assert "shard_plan[0].is_last: is true, but only the last entry" in message(raw, PlanError)
     raw = changed("shard_plan[2].is_last", False)
     assert "shard_plan[2].is_last: is false" in message(raw, PlanError)
 
 
-def test_streamed_layers_are_frozen_and_in_the_stage() -> None:
+def test_streamed_layers_are_frozen_and_in_the_stage():
     wrong = message(changed("shard_plan[1].offload", -1))
     assert 'shard_plan[1].offload: must be at least 0 or "auto", not -1' in wrong
     raw = {**changed("shard_plan[1].offload", 17), "adapter": {"r": 2}}
@@ -378,7 +374,7 @@ def test_streamed_layers_are_frozen_and_in_the_stage() -> None:
     assert Config.from_dict(raw).uses_host_memory(1)
 
 
-def test_streaming_that_saves_no_memory_is_warned_of() -> None:
+def test_streaming_that_saves_no_memory_is_warned_of():
     raw = {**copy.deepcopy(FULL), "adapter": {"r": 2}}
     for offload, said in ((3, ["shard_plan[1].offload 3 saves no memory"]), (4, []), ("auto", [])):
         raw["shard_plan"][1]["offload"] = offload
@@ -388,14 +384,14 @@ def test_streaming_that_saves_no_memory_is_warned_of() -> None:
 
 
 @needs("pictures")
-def test_inputs_of_a_chain_stay() -> None:
+def test_inputs_of_a_chain_stay():
     raw = changed("training.activation_offloading", True)
     assert Config.from_dict(raw).training.activation_offloading
     raw["training"]["objective"] = "image-classification"
     assert "training.activation_offloading: is for models of texts" in message(raw)
 
 
-def test_plan_is_compared_with_the_models_layers() -> None:
+def test_plan_is_compared_with_the_models_layers():
     config = Config.from_dict(SEED)
     config.plan.covers(32)
     with pytest.raises(PlanError, match=r"covers 32 layers, but the model has 36"):
@@ -405,7 +401,7 @@ def test_plan_is_compared_with_the_models_layers() -> None:
             config.plan.covers(layers)
 
 
-def test_all_problems_are_listed_at_once() -> None:
+def test_all_problems_are_listed_at_once():
     raw = changed("training.max_steps", "3")
     raw["shard_plan"][1]["start"] = 9
     raw["workers"][0]["ip"] = "http://x"
@@ -417,19 +413,19 @@ def test_all_problems_are_listed_at_once() -> None:
     assert "shard_plan[1].start: is 9, so nobody holds layer 8" in message(raw)
 
 
-def test_many_problems_are_all_listed() -> None:
+def test_many_problems_are_all_listed():
     raw = changed("training", {f"unknown_{i}": 1 for i in range(50)})
     text = message(raw)
     assert "has 50 problems" in text
     assert [f"unknown_{i}:" in text for i in range(50)] == [True] * 50
 
 
-def test_long_wrong_values_are_shortened() -> None:
+def test_long_wrong_values_are_shortened():
     assert len(message(changed("training.optim_args", ["x" * 10_000]))) < 200
     assert len(message(changed("model.dtype", "x" * 10_000))) < 300
 
 
-def test_a_text_in_place_of_a_section_is_refused() -> None:
+def test_a_text_in_place_of_a_section_is_refused():
     said = message({**FULL, "adapter": "lora"})
     assert 'adapter: must be an object {...}, not the text "lora"' in said
 
@@ -448,15 +444,13 @@ def test_a_text_in_place_of_a_section_is_refused() -> None:
         ("adapter.target_modules", "(?<=a+)q", "look-behind requires fixed-width pattern"),
     ],
 )
-def test_a_text_that_is_no_expression_is_named_with_the_place(
-    path: str, value: Any, said: str
-) -> None:
+def test_a_text_that_is_no_expression_is_named_with_the_place(path, value, said):
     found = message({**FULL, "adapter": {path.partition(".")[2]: value}})
     assert said in found
     assert path in found
 
 
-def test_lists_of_plain_names_are_no_expressions() -> None:
+def test_lists_of_plain_names_are_no_expressions():
     adapter = {"target_modules": ["a("], "exclude_modules": ["*"], "rank_pattern": {r"a\.\d": 2}}
     assert Config.from_dict({**FULL, "adapter": adapter}).adapter is not None
     assert Config.from_dict({**FULL, "adapter": {"target_modules": "All-Linear"}}).adapter
@@ -475,7 +469,7 @@ def defaults() -> Iterator[tuple[str, str, Any]]:
                 yield section, field.name, default
 
 
-def test_library_defaults_of_unsupported_settings_pass_with_a_line() -> None:
+def test_library_defaults_of_unsupported_settings_pass_with_a_line():
     found = list(defaults())
     assert len(found) > 82
     for section, key, default in found:
@@ -504,9 +498,7 @@ def test_library_defaults_of_unsupported_settings_pass_with_a_line() -> None:
         ("", {"wandb_project": "", "deepspeed": None, "fsdp": [], "strict": False}),
     ],
 )
-def test_harmless_values_of_other_tools_pass_with_a_line_each(
-    section: str, values: dict[str, Any]
-) -> None:
+def test_harmless_values_of_other_tools_pass_with_a_line_each(section, values):
     raw = copy.deepcopy(FULL)
     (raw.setdefault(section, {}) if section else raw).update(values)
     lines = [line for line in Config.from_dict(raw).warnings() if "is left out" in line]
@@ -532,19 +524,19 @@ def test_harmless_values_of_other_tools_pass_with_a_line_each(
         ("adapter.peft_type", "IA3"),
     ],
 )
-def test_other_values_of_other_tools_are_refused_by_name(path: str, value: Any) -> None:
+def test_other_values_of_other_tools_are_refused_by_name(path, value):
     assert f"{path}: " in message(changed(path, value))
 
 
 @needs("reporting")
-def test_report_to_takes_a_name_or_a_list() -> None:
+def test_report_to_takes_a_name_or_a_list():
     both = ("tensorboard", "wandb")
     for value, meant in (([], ()), ("wandb", ("wandb",)), (["none"], ()), (list(both), both)):
         raw = {**FULL, "training": {"report_to": value}}
         assert Config.from_dict(raw).training.report_to == meant
 
 
-def test_report_to_takes_names_of_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_to_takes_names_of_the_registry(monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
     raw = {**FULL, "training": {"report_to": ["tensorbord"]}}
     said = message(raw)
@@ -556,7 +548,7 @@ def test_report_to_takes_names_of_the_registry(monkeypatch: pytest.MonkeyPatch) 
     assert {"all", "none", "tensorboard", "tensorbord"} <= {*training["report_to"]["items"]["enum"]}
 
 
-def test_a_reporter_of_an_absent_extra_is_said_with_its_name(monkeypatch: Any) -> None:
+def test_a_reporter_of_an_absent_extra_is_said_with_its_name(monkeypatch):
     kept = {**registry._tables(), "reporters": {}}
     monkeypatch.setattr(registry, "_tables", lambda: kept)
     said = message({**FULL, "training": {"report_to": "wandb"}})
@@ -572,14 +564,14 @@ def load(tmp_path: Path, content: str | bytes) -> Config:
     return load_config(file)
 
 
-def test_file_that_cannot_be_read_is_a_config_error(tmp_path: Path) -> None:
+def test_file_that_cannot_be_read_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         load_config(tmp_path / "absent.json")
     with pytest.raises(ConfigError, match="is a directory"):
         load_config(tmp_path)
 
 
-def test_message_of_one_problem_starts_with_the_file(tmp_path: Path) -> None:
+def test_message_of_one_problem_starts_with_the_file(tmp_path):
     raw = changed("training.lr", 1)
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, json.dumps(raw))
@@ -587,7 +579,7 @@ def test_message_of_one_problem_starts_with_the_file(tmp_path: Path) -> None:
     assert str(caught.value) == f'{place}: unknown key; it is called "learning_rate"'
 
 
-def test_overrides_replace_settings(tmp_path: Path) -> None:
+def test_overrides_replace_settings(tmp_path):
     file = tmp_path / "c.json"
     file.write_text(json.dumps(FULL), encoding="utf-8")
     settings = ["training.learning_rate=1e-4", "workers[1].port=7", "data.train=other.jsonl"]
@@ -599,7 +591,7 @@ def test_overrides_replace_settings(tmp_path: Path) -> None:
     assert config.adapter is None
 
 
-def test_worker_without_a_port_dials_and_a_name_will_do() -> None:
+def test_worker_without_a_port_dials_and_a_name_will_do():
     raw = changed("workers[0]", {"id": 1, "hostname": "laptop"})
     worker = Config.from_dict(raw).workers[0]
     assert (worker.dials, worker.ip, worker.address) == (True, "laptop", "laptop (dials)")
@@ -609,7 +601,7 @@ def test_worker_without_a_port_dials_and_a_name_will_do() -> None:
 
 
 @pytest.mark.parametrize("setting", ["x", "=1", "workers[9].port=1", "workers.port=1", "[0]=1"])
-def test_override_that_fits_nowhere_is_refused(setting: str) -> None:
+def test_override_that_fits_nowhere_is_refused(setting):
     with pytest.raises(ConfigError, match="--set"):
         apply_override(copy.deepcopy(FULL), setting)
 
@@ -617,20 +609,20 @@ def test_override_that_fits_nowhere_is_refused(setting: str) -> None:
 # -- the rest -------------------------------------------------------------------------------------
 
 
-def test_worker_is_found_by_number_or_text() -> None:
+def test_worker_is_found_by_number_or_text():
     config = Config.from_dict(SEED)
     assert config.worker("2").id == 2
     with pytest.raises(ConfigError, match=r"no worker 3; the configuration has: 1, 2"):
         config.worker(3)
 
 
-def test_require_names_the_missing_sections() -> None:
+def test_require_names_the_missing_sections():
     with pytest.raises(ConfigError, match='no "model" and "data" section'):
         Config.from_dict(SEED).require("model", "data")
 
 
 @needs("reporting")
-def test_warnings_name_settings_that_are_probably_mistakes() -> None:
+def test_warnings_name_settings_that_are_probably_mistakes():
     config = Config.from_dict(changed("data.eval", "e.jsonl"))
     assert any("data.eval has no effect" in text for text in config.warnings())
     assert any("gradient_accumulation_steps" in text for text in config.warnings())
@@ -649,25 +641,23 @@ def test_warnings_name_settings_that_are_probably_mistakes() -> None:
         ({}, 100, 0),
     ],
 )
-def test_warmup_is_counted_as_in_transformers(
-    training: dict[str, Any], total: int, expected: int
-) -> None:
+def test_warmup_is_counted_as_in_transformers(training, total, expected):
     assert TrainingConfig(**training).warmup(total) == expected
 
 
-def test_evaluation_follows_eval_steps() -> None:
+def test_evaluation_follows_eval_steps():
     assert TrainingConfig().evaluation == "no"
     assert TrainingConfig(eval_steps=5).evaluation == "steps"
     assert TrainingConfig(eval_strategy="epoch").evaluation == "epoch"
 
 
-def test_config_cannot_be_changed() -> None:
+def test_config_cannot_be_changed():
     config = Config.from_dict(SEED)
     with pytest.raises(ValueError, match="frozen"):
         config.training = TrainingConfig()  # type: ignore[misc]
 
 
-def test_every_field_is_described() -> None:
+def test_every_field_is_described():
     schema = json_schema()
     sections = [schema, *schema["$defs"].values()]
     for section in sections:
@@ -675,7 +665,7 @@ def test_every_field_is_described() -> None:
             assert field.get("description"), name
 
 
-def test_training_names_mean_the_same_as_in_transformers() -> None:
+def test_training_names_mean_the_same_as_in_transformers():
     theirs = {f.name: f for f in dataclasses.fields(TrainingArguments)}
     ours = TrainingConfig.model_fields
     differs = {
@@ -689,14 +679,14 @@ def test_training_names_mean_the_same_as_in_transformers() -> None:
     assert differs <= documented | empty
 
 
-def test_adapter_names_mean_the_same_as_in_peft() -> None:
+def test_adapter_names_mean_the_same_as_in_peft():
     theirs = {f.name: f.default for f in dataclasses.fields(LoraConfig)}
     ours = AdapterConfig.model_fields
     for name in set(ours) & theirs.keys() - {"rank_pattern", "alpha_pattern"}:
         assert ours[name].get_default() == theirs[name], name
 
 
-def test_sections_can_be_built_in_python() -> None:
+def test_sections_can_be_built_in_python():
     assert ModelConfig(name_or_path="x").dtype == "auto"
     assert AdapterConfig(r=4, target_modules=("q_proj",)).r == 4
     assert DataConfig(train="x").max_length == 1024
@@ -736,14 +726,12 @@ def test_sections_can_be_built_in_python() -> None:
         ("training.warmstart", "unknown key; docs/configuration.md lists all settings"),
     ],
 )
-def test_an_unknown_setting_is_refused_with_its_name_here_or_a_reason(
-    path: str, expected: str
-) -> None:
+def test_an_unknown_setting_is_refused_with_its_name_here_or_a_reason(path, expected):
     assert expected in message(changed(path, 1))
 
 
 @whole
-def test_names_elsewhere_lead_to_one_setting_that_exists() -> None:
+def test_names_elsewhere_lead_to_one_setting_that_exists():
     told = [name for names in aliases.called(whole_schema(Config)).values() for name in names]
     machines = {"host", "address", "addr", "ip_address", "name", "worker_id", "owner", "worker"}
     machines |= {"threads", "cpu_threads", "omp_num_threads", "gpu", "cuda"}
@@ -770,13 +758,13 @@ def test_names_elsewhere_lead_to_one_setting_that_exists() -> None:
         "examples/vit.json",
     ],
 )
-def test_shipped_configuration_is_valid(name: str) -> None:
+def test_shipped_configuration_is_valid(name):
     config = load_config(ROOT / name)
     config.require("model", "data")
     assert config.warnings() == ()
 
 
-def test_every_json_configuration_of_the_repository_is_checked_here() -> None:
+def test_every_json_configuration_of_the_repository_is_checked_here():
     shipped = {
         str(file.relative_to(ROOT).as_posix())
         for folder in (ROOT, ROOT / "examples")
@@ -788,7 +776,7 @@ def test_every_json_configuration_of_the_repository_is_checked_here() -> None:
 
 
 @pytest.fixture
-def generate(monkeypatch: pytest.MonkeyPatch) -> Any:
+def generate(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     import generate
 
@@ -796,19 +784,19 @@ def generate(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @whole
-def test_documentation_is_up_to_date(generate: Any) -> None:
+def test_documentation_is_up_to_date(generate):
     shown = generate.TARGET.read_text(encoding="utf-8")
     assert generate.page() == shown, "run: python docs/generate.py"
 
 
 @whole
-def test_every_name_of_the_installed_transformers_peft_and_trl_is_listed(generate: Any) -> None:
+def test_every_name_of_the_installed_transformers_peft_and_trl_is_listed(generate):
     listed = json.loads(aliases.FILE.read_text(encoding="utf-8"))
     for section, names in generate.alias_names().items():
         assert set(names) <= set(listed[section]), "run: python docs/generate.py"
 
 
-def test_a_stage_may_have_its_own_checkpointing() -> None:
+def test_a_stage_may_have_its_own_checkpointing():
     raw = changed("training.gradient_checkpointing", "auto")
     raw["shard_plan"][1]["gradient_checkpointing"] = False
     config = Config.from_dict(raw)
@@ -816,14 +804,14 @@ def test_a_stage_may_have_its_own_checkpointing() -> None:
     assert Config.from_dict(config.to_dict()) == config
 
 
-def test_naming_a_backend_or_a_mode_compiles_as_in_transformers() -> None:
+def test_naming_a_backend_or_a_mode_compiles_as_in_transformers():
     assert not TrainingConfig().compiles
     assert TrainingConfig(torch_compile=True).compiles
     assert TrainingConfig(torch_compile_backend="aot_eager").compiles
     assert TrainingConfig(torch_compile_mode="default").compiles
 
 
-def test_a_plan_may_be_left_to_the_run() -> None:
+def test_a_plan_may_be_left_to_the_run():
     config = Config.from_dict({**SEED, "shard_plan": "auto"})
     assert not config.is_planned
     assert config.planned_workers == config.workers
@@ -837,7 +825,7 @@ def test_a_plan_may_be_left_to_the_run() -> None:
     assert planned.to_dict() == Config.from_dict(SEED).to_dict()
 
 
-def test_the_schema_of_a_plan_is_entries_or_auto() -> None:
+def test_the_schema_of_a_plan_is_entries_or_auto():
     entries, auto = json_schema()["properties"]["shard_plan"]["anyOf"]
     assert (entries["type"], entries["minItems"], auto["const"]) == ("array", 1, "auto")
     said = message({**SEED, "shard_plan": "automatic"})
@@ -862,12 +850,12 @@ MULTIPLE = "save_steps that is a multiple of eval_steps, but they are"
         ({**BEST, "eval_steps": 0.1, "save_steps": 10}, f"{MULTIPLE} 10 and 0.1"),
     ],
 )
-def test_a_best_model_needs_what_the_trainer_asks_for(training: dict[str, Any], said: str) -> None:
+def test_a_best_model_needs_what_the_trainer_asks_for(training, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         TrainingConfig.model_validate(training)
 
 
-def test_a_metric_that_no_evaluation_gives_is_refused_with_those_that_are_given() -> None:
+def test_a_metric_that_no_evaluation_gives_is_refused_with_those_that_are_given():
     def config(**training: Any) -> Config:
         training = {"eval_strategy": "epoch", **training}
         return Config.from_dict({**SEED, "data": {"train": "a", "eval": "b"}, "training": training})
@@ -880,6 +868,6 @@ def test_a_metric_that_no_evaluation_gives_is_refused_with_those_that_are_given(
     config(metric_for_best_model="entropy", token_metrics=True).check_metric()
 
 
-def test_shares_of_the_steps_may_be_multiples() -> None:
+def test_shares_of_the_steps_may_be_multiples():
     training = {"load_best_model_at_end": True, "eval_steps": 0.1, "save_steps": 0.3}
     assert TrainingConfig.model_validate(training).metric == "loss"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ def refusal(content: str | bytes) -> str:
     return str(caught.value)
 
 
-def test_a_valid_object_is_parsed() -> None:
+def test_a_valid_object_is_parsed():
     value = {"a": [1, 2.5, None, True], "b": {"c": "\u00e4", "d": {}}}
     content = '{"a": [1, 2.5, null, true], "b": {"c": "\u00e4", "d": {}}}'
     assert parsed(content) == value
@@ -51,18 +50,18 @@ def test_a_valid_object_is_parsed() -> None:
         (b"\x00\x01\x02\x03", "binary"),
     ],
 )
-def test_broken_file_names_line_and_cause(content: str | bytes, expected: str) -> None:
+def test_broken_file_names_line_and_cause(content, expected):
     assert expected in refusal(content)
     assert len(refusal(content).splitlines()) <= 5
 
 
-def test_broken_line_is_shown_with_a_marker() -> None:
+def test_broken_line_is_shown_with_a_marker():
     lines = refusal('{\n  "port": 12x\n}').splitlines()
     assert lines[1].endswith('"port": 12x')
     assert lines[2].index("^") == lines[1].index("x")
 
 
-def test_every_fault_is_reported() -> None:
+def test_every_fault_is_reported():
     with pytest.raises(ConfigError) as caught:
         parsed('{"a": [' + "NaN, " * 29 + "NaN]}")
     lines = str(caught.value).splitlines()
@@ -71,13 +70,13 @@ def test_every_fault_is_reported() -> None:
     assert lines[30].startswith("  a[29]: the number is not finite")
 
 
-def test_a_long_line_is_shown_around_the_fault() -> None:
+def test_a_long_line_is_shown_around_the_fault():
     shown, marker = refusal('{"a": "' + "x" * 500 + '", "b": y}').splitlines()[1:]
     assert len(shown) <= 104
     assert shown[marker.index("^")] == "y"
 
 
-def test_a_file_of_unlikely_size_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_file_of_unlikely_size_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(strict_json, "MAX_FILE_BYTES", 1 << 20)
     (file := tmp_path / "model.safetensors").write_bytes(b"{}".ljust(1 << 20))
     assert read_object(file) == {}
@@ -99,11 +98,11 @@ def test_a_file_of_unlikely_size_is_refused(tmp_path: Path, monkeypatch: Any) ->
         (b"x", "bytes"),
     ],
 )
-def test_types_have_their_json_names(value: Any, name: str) -> None:
+def test_types_have_their_json_names(value, name):
     assert json_type(value) == name
 
 
-def test_join_path_names_keys_and_indices() -> None:
+def test_join_path_names_keys_and_indices():
     assert join_path("", "workers") == "workers"
     assert join_path("workers", 0) == "workers[0]"
     assert join_path("workers[0]", "port") == "workers[0].port"

@@ -22,7 +22,7 @@ def fake_interfaces(monkeypatch: pytest.MonkeyPatch, **interfaces: list[tuple[in
     monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
 
 
-def test_addresses_of_all_interfaces_without_zones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_of_all_interfaces_without_zones(monkeypatch):
     fake_interfaces(
         monkeypatch,
         lo=[(socket.AF_INET, "127.0.0.1")],
@@ -36,7 +36,7 @@ def test_addresses_of_all_interfaces_without_zones(monkeypatch: pytest.MonkeyPat
     assert not addresses.is_local_address("192.168.1.21")
 
 
-def test_primary_address_is_of_an_interface_that_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_primary_address_is_of_an_interface_that_is_up(monkeypatch):
     fake_interfaces(
         monkeypatch,
         down0=[(socket.AF_INET, "10.0.0.1")],
@@ -50,11 +50,11 @@ def test_primary_address_is_of_an_interface_that_is_up(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost", "0.0.0.0"])
-def test_loopback_is_local(host: str) -> None:
+def test_loopback_is_local(host):
     assert addresses.is_local_address(host)
 
 
-def test_own_names_are_local(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_names_are_local(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "Desk.example.org")
     assert addresses.local_hostnames() == ["desk.example.org", "desk", "desk.local"]
     monkeypatch.setattr(addresses, "resolve", lambda name: ())
@@ -63,9 +63,7 @@ def test_own_names_are_local(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not addresses.is_local_address("desktop")
 
 
-def test_name_that_resolves_elsewhere_or_nowhere_is_not_local(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_name_that_resolves_elsewhere_or_nowhere_is_not_local(monkeypatch):
     known = {"other-box": "203.0.113.9", "alias-of-me": "127.0.0.1"}
 
     def resolve(name: str, *args: object, **options: object) -> list[object]:
@@ -81,14 +79,14 @@ def test_name_that_resolves_elsewhere_or_nowhere_is_not_local(
     addresses.resolve.cache_clear()
 
 
-def test_loopback_only_addresses() -> None:
+def test_loopback_only_addresses():
     assert addresses.is_loopback("127.0.0.1")
     assert addresses.is_loopback("localhost")
     assert not addresses.is_loopback("192.168.1.20")
     assert not addresses.is_loopback("box")
 
 
-def test_port_is_free_until_somebody_listens() -> None:
+def test_port_is_free_until_somebody_listens():
     (port,) = free_ports(1)
     assert addresses.port_is_free("127.0.0.1", port)
     with closing(Listener("127.0.0.1", port)):

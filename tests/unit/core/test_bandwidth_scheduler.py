@@ -41,18 +41,18 @@ class Wire:
                 link.moved(int(nbytes / pieces * share))
 
 
-def test_frames_of_an_unknown_interface_go_at_once() -> None:
+def test_frames_of_an_unknown_interface_go_at_once():
     wire = Wire(reserves=True)
     assert wire.links[0].lasts_s(LARGE) == 0.0
     assert all(link.begin(LARGE) for link in wire.links)
 
 
-def test_the_rate_of_the_interface_is_learned() -> None:
+def test_the_rate_of_the_interface_is_learned():
     wire = Wire(reserves=True, knows=True)
     assert wire.links[1].lasts_s(50_000_000) == pytest.approx(0.5)
 
 
-def test_the_link_that_went_longest_ago_gets_the_next_turn() -> None:
+def test_the_link_that_went_longest_ago_gets_the_next_turn():
     wire = Wire(reserves=True, knows=True)
     first, second, third = wire.links
     assert second.begin(LARGE)
@@ -67,7 +67,7 @@ def test_the_link_that_went_longest_ago_gets_the_next_turn() -> None:
     assert wire.told == [0, 2]
 
 
-def test_without_reservations_the_first_link_to_begin_goes() -> None:
+def test_without_reservations_the_first_link_to_begin_goes():
     wire = Wire(reserves=False, knows=True)
     first, second, third = wire.links
     assert second.begin(LARGE)
@@ -80,7 +80,7 @@ def test_without_reservations_the_first_link_to_begin_goes() -> None:
     assert first.awaits_room()
 
 
-def test_the_next_frame_goes_shortly_before_the_last_one_ends() -> None:
+def test_the_next_frame_goes_shortly_before_the_last_one_ends():
     wire = Wire(reserves=True, knows=True)
     first, second, _ = wire.links
     assert first.begin(LARGE)
@@ -91,7 +91,7 @@ def test_the_next_frame_goes_shortly_before_the_last_one_ends() -> None:
     assert wire.told == [1]
 
 
-def test_a_frame_that_is_given_up_loses_its_turn() -> None:
+def test_a_frame_that_is_given_up_loses_its_turn():
     wire = Wire(reserves=True, knows=True)
     first, second, third = wire.links
     assert first.begin(LARGE)
@@ -104,7 +104,7 @@ def test_a_frame_that_is_given_up_loses_its_turn() -> None:
     assert wire.told == [2]
 
 
-def test_a_link_is_told_when_it_is_no_longer_alone() -> None:
+def test_a_link_is_told_when_it_is_no_longer_alone():
     wire = Wire(reserves=True)
     first, second, third = wire.links
     assert first.begin(LARGE)
@@ -123,7 +123,7 @@ def test_a_link_is_told_when_it_is_no_longer_alone() -> None:
     assert wire.changed == [0, 1]
 
 
-def test_a_frame_records_its_rate_and_whether_it_was_alone() -> None:
+def test_a_frame_records_its_rate_and_whether_it_was_alone():
     wire = Wire(reserves=True, links=2)
     first, second = wire.links
     assert first.begin(LARGE)
@@ -141,7 +141,7 @@ def test_a_frame_records_its_rate_and_whether_it_was_alone() -> None:
     assert first.rate == pytest.approx(0.7 * wire.rate)
 
 
-def test_a_link_slow_in_a_full_interface_may_be_quick_alone() -> None:
+def test_a_link_slow_in_a_full_interface_may_be_quick_alone():
     """And who is slow in one that is not full leaves room."""
     wire = Wire(reserves=True, links=2, knows=True)
     first, second = wire.links
@@ -155,7 +155,7 @@ def test_a_link_slow_in_a_full_interface_may_be_quick_alone() -> None:
     assert not second.begin(LARGE)
 
 
-def test_a_link_to_a_slow_peer_leaves_room_for_another() -> None:
+def test_a_link_to_a_slow_peer_leaves_room_for_another():
     wire = Wire(reserves=True, knows=True)
     slow, quick, other = wire.links
     for _ in range(8):  # a tenth of the interface; what was learned before is forgotten
@@ -168,7 +168,7 @@ def test_a_link_to_a_slow_peer_leaves_room_for_another() -> None:
     assert wire.told == []
 
 
-def test_frames_that_shared_the_interface_count_as_filling_it() -> None:
+def test_frames_that_shared_the_interface_count_as_filling_it():
     wire = Wire(reserves=True, links=2)
     first, second = wire.links
     for _ in range(8):
@@ -181,7 +181,7 @@ def test_frames_that_shared_the_interface_count_as_filling_it() -> None:
     assert not first.begin(LARGE)
 
 
-def test_a_faster_interface_than_was_known_is_found() -> None:
+def test_a_faster_interface_than_was_known_is_found():
     """Two links of 100 MB/s each on 200 MB/s that have never met: once in a while both go."""
     wire = Wire(reserves=True, links=2, knows=True)
     first, second = wire.links
@@ -208,7 +208,7 @@ def test_a_faster_interface_than_was_known_is_found() -> None:
 F1, F2, B0 = (FORWARD, 1), (FORWARD, 2), (BACKWARD, 0)
 
 
-def test_the_planned_link_of_those_that_wait_goes_first() -> None:
+def test_the_planned_link_of_those_that_wait_goes_first():
     wire = Wire(reserves=True, knows=True)
     wire.direction.plan(7, [F1, B0, F2], order_timeout_s=9.0)
     first, second, third = wire.links
@@ -221,7 +221,7 @@ def test_the_planned_link_of_those_that_wait_goes_first() -> None:
 
 
 @pytest.mark.parametrize("reserves", [True, False])
-def test_a_frame_waits_for_another_ones_turn_for_the_timeout_only(reserves: bool) -> None:
+def test_a_frame_waits_for_another_ones_turn_for_the_timeout_only(reserves):
     wire = Wire(reserves=reserves, knows=True)
     wire.direction.plan(7, [F1, B0, F2], order_timeout_s=0.25)
     first, second, _ = wire.links
@@ -236,7 +236,7 @@ def test_a_frame_waits_for_another_ones_turn_for_the_timeout_only(reserves: bool
     assert second.begin(LARGE, F2)  # F1 was waited for
 
 
-def test_a_link_that_insists_waits_only_for_room() -> None:
+def test_a_link_that_insists_waits_only_for_room():
     wire = Wire(reserves=True, knows=True)
     wire.direction.plan(7, [F1, B0, F2], order_timeout_s=9.0)
     first, second, third = wire.links
@@ -250,7 +250,7 @@ def test_a_link_that_insists_waits_only_for_room() -> None:
     assert wire.told == [1]
 
 
-def test_frames_that_came_before_the_plan_of_their_attempt_count() -> None:
+def test_frames_that_came_before_the_plan_of_their_attempt_count():
     """Another worker may have heard of the step before us; what is left of the last one is not in
     the plan."""
     wire = Wire(reserves=True, knows=True)
@@ -263,7 +263,7 @@ def test_frames_that_came_before_the_plan_of_their_attempt_count() -> None:
     assert not first.begin(LARGE, F2)
 
 
-def test_a_new_plan_releases_frames_that_wait_by_the_old_one() -> None:
+def test_a_new_plan_releases_frames_that_wait_by_the_old_one():
     wire = Wire(reserves=True, knows=True)
     wire.direction.plan(7, [F1, B0], order_timeout_s=9.0)
     assert not wire.links[2].begin(LARGE, B0)

@@ -11,7 +11,7 @@ from hetero_framework.core.buffers import (
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097, 100_000, 2**20, 2**20 + 1, 16_000_000])
-def test_size_class_wastes_at_most_an_eighth(nbytes: int) -> None:
+def test_size_class_wastes_at_most_an_eighth(nbytes):
     size = size_class(nbytes)
     assert nbytes <= size <= max(4096, nbytes * 9 // 8 + 1)
     assert size_class(size) == size
@@ -28,13 +28,11 @@ def test_size_class_wastes_at_most_an_eighth(nbytes: int) -> None:
         (MAX_PINNED_BYTES + 1, size_class(MAX_PINNED_BYTES + 1)),
     ],
 )
-def test_pinned_size_class_is_a_power_of_two_as_far_as_memory_is_pinned(
-    nbytes: int, size: int
-) -> None:
+def test_pinned_size_class_is_a_power_of_two_as_far_as_memory_is_pinned(nbytes, size):
     assert pinned_size_class(nbytes) == size
 
 
-def test_pool_is_bounded_and_shares_sizes() -> None:
+def test_pool_is_bounded_and_shares_sizes():
     pool = BufferPool(max_bytes=10_000)
     first, release_first = pool.take(5000)
     _, release_second = pool.take(5100)

@@ -17,12 +17,12 @@ from tests.waiting import WAIT_S
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
-def test_a_cached_answer_is_found_by_the_next_run_for_its_question(cache: Path) -> None:
+def test_a_cached_answer_is_found_by_the_next_run_for_its_question(cache):
     assert recall("verdicts", "q") is None
     remember("verdicts", "q", {"passed": True})
     assert recall("verdicts", "q") == {"passed": True}
@@ -34,7 +34,7 @@ def test_a_cached_answer_is_found_by_the_next_run_for_its_question(cache: Path) 
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"question": "x"}', "\udcff", "[" * 9999])
-def test_damaged_file_is_no_answer_and_is_replaced(cache: Path, text: str) -> None:
+def test_damaged_file_is_no_answer_and_is_replaced(cache, text):
     remember("verdicts", "q", 1)
     (file,) = (cache / "verdicts").iterdir()
     file.write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -45,9 +45,7 @@ def test_damaged_file_is_no_answer_and_is_replaced(cache: Path, text: str) -> No
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such owners and modes")
 @pytest.mark.parametrize("how", ["owner", "mode", "link", "name"])
-def test_answer_that_another_user_may_have_written_is_not_read(
-    how: str, cache: Path, tmp_path: Path, logged: list[str]
-) -> None:
+def test_answer_that_another_user_may_have_written_is_not_read(how, cache, tmp_path, logged):
     remember("verdicts", "q", {"passed": True})
     (file,) = (cache / "verdicts").iterdir()
     plant(file, how, tmp_path / "elsewhere")
@@ -58,9 +56,7 @@ def test_answer_that_another_user_may_have_written_is_not_read(
     assert recall("verdicts", "q") == {"passed": False}
 
 
-def test_directory_that_cannot_be_written_is_no_cache(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_that_cannot_be_written_is_no_cache(cache, monkeypatch):
     cache.write_text("a file is in the way")
     remember("verdicts", "q", 1)
     assert recall("verdicts", "q") is None
@@ -75,7 +71,7 @@ def test_directory_that_cannot_be_written_is_no_cache(
     assert recall("verdicts", "q") is None
 
 
-def test_writers_at_once_leave_one_whole_answer(cache: Path) -> None:
+def test_writers_at_once_leave_one_whole_answer(cache):
     answers = [list(range(n, n + 2000)) for n in range(8)]
     writers = [in_background(partial(remember, "v", "q", a), "write") for a in answers]
     assert [writer.result(WAIT_S) for writer in writers] == [None] * 8
@@ -94,8 +90,8 @@ def test_writers_at_once_leave_one_whole_answer(cache: Path) -> None:
     ],
 )
 def test_the_cache_directory_is_the_platforms_unless_chosen(
-    platform: str, variables: dict[str, str], place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    platform, variables, place, monkeypatch
+):
     monkeypatch.delenv("HETERO_CACHE")
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(Path, "home", lambda: Path("/h"))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -55,7 +55,7 @@ Sides = tuple[Side, Side]
 
 
 @pytest.fixture
-def sides() -> Iterator[Sides]:
+def sides():
     """The one who dials, a coordinator, and the one who was dialled."""
     threads = set(threading.enumerate())
     with ExitStack() as stack:
@@ -65,7 +65,7 @@ def sides() -> Iterator[Sides]:
         thread.join(WAIT_S)
 
 
-def test_the_answer_goes_to_ask_alone(sides: Sides) -> None:
+def test_the_answer_goes_to_ask_alone(sides):
     near, far = sides
     far.answer = lambda message: far.send(WELCOME)
     answer = near.connection.ask(Message(HELLO), WAIT_S)
@@ -75,11 +75,11 @@ def test_the_answer_goes_to_ask_alone(sides: Sides) -> None:
     assert near.heard.empty()
 
 
-def test_ask_without_an_answer_ends_in_time(sides: Sides) -> None:
+def test_ask_without_an_answer_ends_in_time(sides):
     assert sides[0].connection.ask(Message(HELLO), 0.05) is None
 
 
-def test_ask_raises_why_the_link_ended(sides: Sides) -> None:
+def test_ask_raises_why_the_link_ended(sides):
     near, far = sides
     far.answer = lambda message: far.connection.close(drain_s=0)
     with pytest.raises(PeerLostError):
@@ -90,14 +90,14 @@ SIGNALS = (m.AskTurn(1_000_000, 2), m.Turn(True, True), m.ArrivalRate(1e9, False
 
 
 @pytest.mark.parametrize("body", [INPUTS, WELCOME, m.Bye("x"), m.Control("x"), *SIGNALS])
-def test_a_message_before_the_greeting_reaches_no_handler(body: Body, sides: Sides) -> None:
+def test_a_message_before_the_greeting_reaches_no_handler(body, sides):
     near, far = sides
     near.connection.link.send(Message(body))
     assert "came before a greeting" in str(far.end())
     assert far.heard.empty()
 
 
-def test_a_second_greeting_reaches_no_handler(sides: Sides) -> None:
+def test_a_second_greeting_reaches_no_handler(sides):
     near, far = sides
     near.send(HELLO)
     near.connection.link.send(Message(HELLO))
@@ -108,7 +108,7 @@ def test_a_second_greeting_reaches_no_handler(sides: Sides) -> None:
     assert far.heard.empty()
 
 
-def test_line_that_crosses_our_goodbye_is_no_fault_of_the_peer(sides: Sides) -> None:
+def test_line_that_crosses_our_goodbye_is_no_fault_of_the_peer(sides):
     near, far = sides
     far.answer = lambda message: far.send(WELCOME)
     assert near.connection.ask(Message(HELLO), WAIT_S) is not None
@@ -123,7 +123,7 @@ def test_line_that_crosses_our_goodbye_is_no_fault_of_the_peer(sides: Sides) -> 
     assert near.heard.empty()
 
 
-def test_an_accepted_peer_is_sent_its_error(sides: Sides) -> None:
+def test_an_accepted_peer_is_sent_its_error(sides):
     near, far = sides
     far.connection.peer = COORDINATOR
     near.send(HELLO)
@@ -134,7 +134,7 @@ def test_an_accepted_peer_is_sent_its_error(sides: Sides) -> None:
 
 
 @pytest.mark.parametrize(("version", "older"), [(11, "the peer"), (99, "this machine")])
-def test_other_version_is_refused_with_both_numbers(version: int, older: str, sides: Sides) -> None:
+def test_other_version_is_refused_with_both_numbers(version, older, sides):
     near, far = sides
     other = m.Hello("run", 1, "p", 1, 1 << 20, protocol=version, package="9.9")
     answer = near.connection.ask(Message(other), WAIT_S)
@@ -147,7 +147,7 @@ def test_other_version_is_refused_with_both_numbers(version: int, older: str, si
     assert far.heard.empty()
 
 
-def test_the_dialled_side_cannot_begin_with_tensors(stack: ExitStack) -> None:
+def test_the_dialled_side_cannot_begin_with_tensors(stack):
     """Else what listens at a worker's port would have a coordinator take a gigabyte."""
     near, far = over_tcp()
     stack.callback(far.close)
@@ -200,16 +200,14 @@ def state_sent(stack: ExitStack, data: bytes, *before: Body, flip: int | None = 
         pytest.param(SET_UP, "not STATE of", id="not awaited"),
     ],
 )
-def test_tensors_that_may_not_come_are_refused_without_memory_for_them(
-    before: tuple[Body, ...], text: str, nbytes: int, stack: ExitStack
-) -> None:
+def test_tensors_that_may_not_come_are_refused_without_memory_for_them(before, text, nbytes, stack):
     dials = state_sent(stack, bytes(nbytes), *before)
     assert text in str(dials.end())
     assert text in str(dials.connection.fault)
     assert dials.heard.empty()
 
 
-def test_header_that_was_damaged_on_the_way_is_no_fault_of_the_peer(stack: ExitStack) -> None:
+def test_header_that_was_damaged_on_the_way_is_no_fault_of_the_peer(stack):
     # The last byte of the part's number.
     at = framed(Message(m.State(1, "checkpoint", 0, True, (), {}))).index(b"part") + 4
     dials = state_sent(stack, b"x", *SET_UP, flip=at)
@@ -219,7 +217,7 @@ def test_header_that_was_damaged_on_the_way_is_no_fault_of_the_peer(stack: ExitS
     assert dials.connection.fault is None
 
 
-def test_ask_after_another_version_has_answered_says_so(stack: ExitStack) -> None:
+def test_ask_after_another_version_has_answered_says_so(stack):
     """A worker of another version may have greeted and been refused before it is asked."""
     near, far = over_tcp()
     stack.callback(far.close)
@@ -233,12 +231,12 @@ def test_ask_after_another_version_has_answered_says_so(stack: ExitStack) -> Non
         asked_by.connection.ask(Message(HELLO), WAIT_S)
 
 
-def test_send_out_of_order_is_our_own_bug(sides: Sides) -> None:
+def test_send_out_of_order_is_our_own_bug(sides):
     with pytest.raises(ProtocolError, match="we tried to send START out of order"):
         sides[0].send(m.Start((), 1))
 
 
-def test_send_over_a_link_that_is_gone_is_a_lost_peer(sides: Sides) -> None:
+def test_send_over_a_link_that_is_gone_is_a_lost_peer(sides):
     near, far = sides
     far.connection.close(drain_s=0)
     near.end()
@@ -246,7 +244,7 @@ def test_send_over_a_link_that_is_gone_is_a_lost_peer(sides: Sides) -> None:
         near.send(HELLO)
 
 
-def test_counters_go_on_over_a_new_link() -> None:
+def test_counters_go_on_over_a_new_link():
     stats = LinkStats()
     size = len(framed(Message(HELLO)))
     for round_number in (1, 2):
@@ -262,7 +260,7 @@ def received(body: m.Control | m.Loss, *tensors: WireTensor) -> Message:
     return m.decode(b"".join(m.encode(Message(body, tensors))))
 
 
-def test_waiting_messages_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_messages_are_bounded_in_number(monkeypatch):
     monkeypatch.setattr("hetero_framework.core.connection.MOST_MESSAGES", 3)
     link, first = Waiting(), received(m.Loss(1, 2, 3, 0.5))
     link.came(first)
@@ -275,7 +273,7 @@ def test_waiting_messages_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch)
     assert link.messages == 3
 
 
-def test_waiting_messages_are_bounded_by_the_memory_of_fields() -> None:
+def test_waiting_messages_are_bounded_by_the_memory_of_fields():
     link = Waiting()
     large = received(m.Control("x", [{}] * 500_000))
     link.came(large)
@@ -286,7 +284,7 @@ def test_waiting_messages_are_bounded_by_the_memory_of_fields() -> None:
     assert (link.messages, link.tensor_bytes) == (1, 0)
 
 
-def test_waiting_messages_are_bounded_by_tensor_bytes() -> None:
+def test_waiting_messages_are_bounded_by_tensor_bytes():
     tensor = WireTensor("uint8", (100,), memoryview(bytes(100)))
     link = Waiting()
     link.most_tensor_bytes = 150 << 20

@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +30,7 @@ every_device = pytest.mark.parametrize("device", list_devices(), ids=lambda devi
 
 
 @every_device
-def test_device_can_be_opened_by_its_name(device: Device) -> None:
+def test_device_can_be_opened_by_its_name(device):
     again = open_device(device.name)
     assert (again.name, again.kind) == (device.name, device.kind)
     assert again.torch_device == device.torch_device
@@ -39,7 +38,7 @@ def test_device_can_be_opened_by_its_name(device: Device) -> None:
 
 
 @every_device
-def test_device_memory_is_plausible(device: Device) -> None:
+def test_device_memory_is_plausible(device):
     memory = device.memory()
     assert 0 < memory.free <= memory.total
     device.reset_peak_memory()
@@ -49,7 +48,7 @@ def test_device_memory_is_plausible(device: Device) -> None:
 
 
 @every_device
-def test_supported_dtypes_compute_and_all_have_a_reason(device: Device) -> None:
+def test_supported_dtypes_compute_and_all_have_a_reason(device):
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         support = device.supports(dtype)
         assert support.reason
@@ -61,7 +60,7 @@ def test_supported_dtypes_compute_and_all_have_a_reason(device: Device) -> None:
 
 
 @every_device
-def test_tensors_go_to_the_device_and_back(device: Device) -> None:
+def test_tensors_go_to_the_device_and_back(device):
     sent = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     there = device.copy_in(sent)
     assert there.device.type == device.torch_device.type
@@ -73,7 +72,7 @@ def test_tensors_go_to_the_device_and_back(device: Device) -> None:
 
 
 @every_device
-def test_several_tensors_go_to_the_host_with_one_wait(device: Device, monkeypatch: Any) -> None:
+def test_several_tensors_go_to_the_host_with_one_wait(device, monkeypatch):
     waits: list[Any] = []
     copies_out = device.copies_out
     monkeypatch.setattr(device, "copies_out", lambda *a: (waits.append(a), copies_out(*a))[1])
@@ -91,7 +90,7 @@ def test_several_tensors_go_to_the_host_with_one_wait(device: Device, monkeypatc
 
 
 @every_device
-def test_copies_beside_computing_are_not_mixed_up(device: Device) -> None:
+def test_copies_beside_computing_are_not_mixed_up(device):
     """One thread computes, one sends, one receives, as in a run: nothing is mixed up."""
     pool = device.buffers()
     rounds, size = 40, 1 << 14
@@ -143,9 +142,7 @@ def test_copies_beside_computing_are_not_mixed_up(device: Device) -> None:
 @every_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 3)])
-def test_copies_keep_shape_and_type(
-    device: Device, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
+def test_copies_keep_shape_and_type(device, dtype, shape):
     pool = device.buffers()
     tensor = torch.full(shape, 3, dtype=dtype)
     there = device.copy_in(tensor)
@@ -156,7 +153,7 @@ def test_copies_keep_shape_and_type(
     release()
 
 
-def test_cpu_hands_the_tensor_itself_over() -> None:
+def test_cpu_hands_the_tensor_itself_over():
     device = open_device("cpu")
     tensor = torch.arange(4.0, requires_grad=True)
     host, release = device.copy_out(tensor, device.record_event(), BufferPool())
@@ -173,7 +170,7 @@ def test_cpu_hands_the_tensor_itself_over() -> None:
 
 
 @every_device
-def test_seed_repeats_the_numbers(device: Device) -> None:
+def test_seed_repeats_the_numbers(device):
     def draw() -> list[torch.Tensor]:
         return [torch.rand(3), device.to_host(torch.rand(3, device=device.torch_device))]
 
@@ -185,7 +182,7 @@ def test_seed_repeats_the_numbers(device: Device) -> None:
 
 
 @every_device
-def test_autocast_changes_the_matmul_dtype(device: Device) -> None:
+def test_autocast_changes_the_matmul_dtype(device):
     ones = device.copy_in(torch.ones(2, 2))
     with device.autocast(torch.bfloat16):
         assert (ones @ ones).dtype == torch.bfloat16
@@ -195,14 +192,14 @@ def test_autocast_changes_the_matmul_dtype(device: Device) -> None:
 
 
 @every_device
-def test_four_bit_has_a_reason(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_bit_has_a_reason(device, monkeypatch):
     assert device.four_bit().reason
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not device.four_bit()
     assert "pip install bitsandbytes" in device.four_bit().reason
 
 
-def test_cpu_seed_leaves_the_same_state_as_torch() -> None:
+def test_cpu_seed_leaves_the_same_state_as_torch():
     open_device("cpu").seed(5)
     mine = torch.get_rng_state()
     torch.manual_seed(5)
@@ -216,7 +213,7 @@ BITSANDBYTES = importlib.util.find_spec("bitsandbytes")
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch):
     """machine(cuda=2, hip="6.4"), machine(xpu=1), machine(mps=1) make torch say so."""
 
     def build(hip: str | None = None, **count: int) -> None:
@@ -247,15 +244,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         ({"invented": 2}, ["invented:0", "invented:1", "cpu"]),
     ],
 )
-def test_devices_are_listed_by_kind_cpu_last(
-    machine: Machine, parts: dict[str, Any], names: list[str]
-) -> None:
+def test_devices_are_listed_by_kind_cpu_last(machine, parts, names):
     machine(**parts)
     assert [device.name for device in list_devices()] == names
     assert open_device("auto").name == names[0]
 
 
-def test_rocm_is_named_rocm_and_answers_to_cuda(machine: Machine) -> None:
+def test_rocm_is_named_rocm_and_answers_to_cuda(machine):
     machine(cuda=2, hip="6.4")
     for name in ("rocm:1", "cuda:1"):
         device = open_device(name)
@@ -266,7 +261,7 @@ def test_rocm_is_named_rocm_and_answers_to_cuda(machine: Machine) -> None:
     assert open_device("rocm").name == "rocm:0"
 
 
-def test_a_kind_without_a_number_means_its_first_device(machine: Machine) -> None:
+def test_a_kind_without_a_number_means_its_first_device(machine):
     for kind in ("cuda", "xpu"):
         machine(**{kind: 2})
         assert open_device(kind).torch_device == torch.device(kind, 0)
@@ -282,26 +277,20 @@ def test_a_kind_without_a_number_means_its_first_device(machine: Machine) -> Non
         ({}, "npu:0", "torch_npu is not installed"),
     ],
 )
-def test_the_error_for_an_absent_device_lists_the_present_ones(
-    machine: Machine, parts: dict[str, Any], name: str, said: str
-) -> None:
+def test_the_error_for_an_absent_device_lists_the_present_ones(machine, parts, name, said):
     machine(**parts)
     with pytest.raises(DeviceError, match=said):
         open_device(name)
 
 
-def test_an_accelerator_outside_torch_is_imported_where_it_is_installed(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_accelerator_outside_torch_is_imported_where_it_is_installed(machine, monkeypatch):
     machine()
     monkeypatch.setattr(importlib.util, "find_spec", {"torch_musa": "installed"}.get)
     monkeypatch.setattr(importlib, "import_module", lambda name: machine(musa=1))
     assert [device.name for device in list_devices()] == ["musa:0", "cpu"]
 
 
-def test_devices_of_a_plug_in_come_first_and_replace_the_general_ones(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_of_a_plug_in_come_first_and_replace_the_general_ones(machine, monkeypatch):
     class Special(devices.AcceleratorDevice):
         kind = "invented"
 
@@ -312,9 +301,7 @@ def test_devices_of_a_plug_in_come_first_and_replace_the_general_ones(
     assert isinstance(open_device("invented"), Special)
 
 
-def test_a_vendors_package_that_fails_leaves_the_other_devices(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_vendors_package_that_fails_leaves_the_other_devices(machine, monkeypatch, caplog):
     fail = raising(OSError("libascendcl.so: cannot open shared object file"))
     machine()
     plugin = SimpleNamespace(value="vendor:devices", load=fail)
@@ -327,7 +314,7 @@ def test_a_vendors_package_that_fails_leaves_the_other_devices(
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "cuda:-1", "", "CPU"])
-def test_the_error_for_a_bad_device_name_lists_valid_ones(name: str) -> None:
+def test_the_error_for_a_bad_device_name_lists_valid_ones(name):
     with pytest.raises(DeviceError, match=r"has no device .*\n.*auto or one of: .*cpu"):
         open_device(name)
 
@@ -337,12 +324,8 @@ def test_the_error_for_a_bad_device_name_lists_valid_ones(name: str) -> None:
     [((5, 2), False, False), ((7, 5), False, True), ((8, 0), True, True), ((12, 0), True, True)],
 )
 def test_cuda_support_follows_the_compute_capability(
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    bfloat16: bool,
-    four_bit: bool,
-) -> None:
+    machine, monkeypatch, capability, bfloat16, four_bit
+):
     machine(cuda=1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3, 8))
@@ -377,12 +360,8 @@ CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"
     ],
 )
 def test_a_card_without_kernels_in_this_torch_is_refused_when_it_is_opened(
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-    built_for: list[str],
-    capability: tuple[int, int],
-    runs: bool,
-) -> None:
+    machine, monkeypatch, built_for, capability, runs
+):
     machine(cuda=1)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built_for)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -409,12 +388,8 @@ def test_a_card_without_kernels_in_this_torch_is_refused_when_it_is_opened(
     ],
 )
 def test_an_amd_gpu_without_kernels_in_this_torch_is_refused(
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-    built_for: list[str],
-    override: str | None,
-    runs: bool,
-) -> None:
+    machine, monkeypatch, built_for, override, runs
+):
     machine(cuda=1, hip="6.4")
     gpu = SimpleNamespace(gcnArchName="gfx1030:sramecc-:xnack-")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
@@ -437,9 +412,7 @@ def test_an_amd_gpu_without_kernels_in_this_torch_is_refused(
         *((name, True) for name in ("gfx1100", "gfx1151", "gfx1201", "gfx1250")),
     ],
 )
-def test_rocm_support_follows_the_instruction_set(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, native: bool
-) -> None:
+def test_rocm_support_follows_the_instruction_set(machine, monkeypatch, name, native):
     machine(cuda=1, hip="6.4")
     gpu = SimpleNamespace(gcnArchName=name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
@@ -448,9 +421,7 @@ def test_rocm_support_follows_the_instruction_set(
     assert name.partition(":")[0] in support.reason
 
 
-def test_the_installed_bitsandbytes_tells_which_kinds_have_4_bits(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_installed_bitsandbytes_tells_which_kinds_have_4_bits(machine, monkeypatch, tmp_path):
     machine(invented=1)
     lacking = {kind for kind in devices.OUT_OF_TREE if devices.without_four_bit(kind)}
     assert lacking == {"npu", "musa", "mlu"}
@@ -469,7 +440,7 @@ def test_the_installed_bitsandbytes_tells_which_kinds_have_4_bits(
     assert devices.without_four_bit("mps") is None  # whether that machine has it is not known
 
 
-def test_cuda_seed_is_this_devices_only(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_seed_is_this_devices_only(machine, monkeypatch):
     machine(cuda=2)
     seeded: list[tuple[torch.device, int]] = []
     current: list[torch.device] = []
@@ -486,9 +457,7 @@ def test_cuda_seed_is_this_devices_only(machine: Machine, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("version", "ok"), [("13.6", False), ("14.1", True), ("26.0", True)])
-def test_mps_bfloat16_needs_macos_14(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, version: str, ok: bool
-) -> None:
+def test_mps_bfloat16_needs_macos_14(machine, monkeypatch, version, ok):
     machine(mps=1)
     monkeypatch.setattr(platform, "mac_ver", lambda: (version, ("", "", ""), "arm64"))
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 1000)
@@ -502,9 +471,7 @@ def test_mps_bfloat16_needs_macos_14(
     assert {name for name, offer in device.features().items() if offer} == {"memory figures"}
 
 
-def test_an_xpu_without_a_memory_report_uses_torchs_figures(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_xpu_without_a_memory_report_uses_torchs_figures(machine, monkeypatch):
     machine(xpu=1)
     unsupported = raising(RuntimeError("The device does not provide it"))
     properties = SimpleNamespace(total_memory=100)
@@ -637,9 +604,7 @@ Streams = tuple[Device, FakeStreams]
 @pytest.fixture(
     params=[devices.CudaDevice, devices.RocmDevice, devices.XpuDevice], ids=["cuda", "rocm", "xpu"]
 )
-def streams(
-    request: pytest.FixtureRequest, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> Streams:
+def streams(request, machine, monkeypatch):
     fake, kind = FakeStreams(), request.param
     monkeypatch.setattr(kind, "torch_device", torch.device("cpu"))
     monkeypatch.setattr(torch, "xpu" if kind is devices.XpuDevice else "cuda", fake)
@@ -649,7 +614,7 @@ def streams(
     return device, fake
 
 
-def test_copy_out_waits_for_the_mark_and_nothing_behind_it(streams: Streams) -> None:
+def test_copy_out_waits_for_the_mark_and_nothing_behind_it(streams):
     device, fake = streams
     tensor = torch.zeros(5, dtype=torch.bfloat16)
     later = torch.zeros(1)
@@ -670,9 +635,7 @@ def test_copy_out_waits_for_the_mark_and_nothing_behind_it(streams: Streams) -> 
     assert given_back == [10]
 
 
-def test_copy_in_is_complete_and_its_memory_stays_until_the_computing_is_done(
-    streams: Streams,
-) -> None:
+def test_copy_in_is_complete_and_its_memory_stays_until_the_computing_is_done(streams):
     device, fake = streams
     earlier = torch.zeros(1)
     fake.default.add(lambda: earlier.fill_(1))
@@ -686,7 +649,7 @@ def test_copy_in_is_complete_and_its_memory_stays_until_the_computing_is_done(
     assert stream is fake.default
 
 
-def test_several_tensors_are_waited_for_once(streams: Streams, monkeypatch: Any) -> None:
+def test_several_tensors_are_waited_for_once(streams, monkeypatch):
     device, _ = streams
     waits: list[FakeEvent] = []
     wait = FakeEvent.synchronize
@@ -701,7 +664,7 @@ def test_several_tensors_are_waited_for_once(streams: Streams, monkeypatch: Any)
     assert all(torch.equal(host, one) for (host, _), one in zip(copies, sent, strict=True))
 
 
-def test_each_direction_has_one_stream_of_its_own(streams: Streams) -> None:
+def test_each_direction_has_one_stream_of_its_own(streams):
     device, fake = streams
     tensor = torch.ones(3)
 
@@ -717,7 +680,7 @@ def test_each_direction_has_one_stream_of_its_own(streams: Streams) -> None:
     assert fake.default not in fake.made
 
 
-def test_marks_tell_the_hosts_time_of_the_device(streams: Streams) -> None:
+def test_marks_tell_the_hosts_time_of_the_device(streams):
     device, fake = streams
     before = time.perf_counter()
     first = device.record_event()
@@ -733,7 +696,7 @@ def test_marks_tell_the_hosts_time_of_the_device(streams: Streams) -> None:
     assert took_s == pytest.approx(first.until_s(second), abs=1e-6)
 
 
-def test_clock_is_read_again_when_it_is_old(streams: Streams, monkeypatch: Any) -> None:
+def test_clock_is_read_again_when_it_is_old(streams, monkeypatch):
     device, _ = streams
     old, same = device.record_event(), device.record_event()
     assert old.clock is same.clock  # type: ignore[attr-defined]
@@ -742,7 +705,7 @@ def test_clock_is_read_again_when_it_is_old(streams: Streams, monkeypatch: Any) 
     assert old.at_s <= time.perf_counter() + 1e-3
 
 
-def test_marks_without_times_count_when_they_were_seen(streams: Streams) -> None:
+def test_marks_without_times_count_when_they_were_seen(streams):
     device, fake = streams
     fake.has_times = False
     before = time.perf_counter()
@@ -753,7 +716,7 @@ def test_marks_without_times_count_when_they_were_seen(streams: Streams) -> None
     assert first.until_s(second) == second.at_s - first.at_s
 
 
-def test_marks_without_times_are_watched(streams: Streams) -> None:
+def test_marks_without_times_are_watched(streams):
     """Nobody waits for the event here, and still it is known when it was reached."""
     device, fake = streams
     fake.has_times = False
@@ -763,7 +726,7 @@ def test_marks_without_times_are_watched(streams: Streams) -> None:
     assert event.at_s <= between
 
 
-def test_an_accelerator_says_what_it_offers(streams: Streams, monkeypatch: Any) -> None:
+def test_an_accelerator_says_what_it_offers(streams, monkeypatch):
     device, fake = streams
     fake.mem_get_info = lambda device: (3, 8)  # type: ignore[attr-defined]
     monkeypatch.setattr(device, "_pinned", torch.empty)
@@ -781,15 +744,13 @@ def wait_until_seen(event: Any) -> None:
     wait_until(lambda: event._seen_s is not None, "nobody looks at the event")
 
 
-def test_waiting_for_cuda_sleeps(streams: Streams) -> None:
+def test_waiting_for_cuda_sleeps(streams):
     device, _ = streams
     event: FakeEvent = device.record_event().native  # type: ignore[attr-defined]
     assert event.blocking == (device.kind in ("cuda", "rocm"))
 
 
-def test_host_memory_is_pinned_and_plain_where_there_is_no_more(
-    streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_memory_is_pinned_and_plain_where_there_is_no_more(streams, monkeypatch):
     device, fake = streams
     asked: list[tuple[int, torch.device]] = []
     empty = torch.empty
@@ -809,9 +770,7 @@ def test_host_memory_is_pinned_and_plain_where_there_is_no_more(
     assert asked == [(64, device.torch_device), (128, device.torch_device)]
 
 
-def test_large_host_memory_is_not_pinned_unless_it_is_kept(
-    streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_host_memory_is_not_pinned_unless_it_is_kept(streams, monkeypatch):
     device, _ = streams
     pinned: list[int] = []
     empty = torch.empty
@@ -841,9 +800,7 @@ def pinned_sizes(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_pinned_buffers_are_shared_as_far_as_torch_rounds_them_up(
-    streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pinned_buffers_are_shared_as_far_as_torch_rounds_them_up(streams, monkeypatch):
     device, _ = streams
     pinned = pinned_sizes(device, monkeypatch)
     pool = device.buffers()
@@ -853,14 +810,14 @@ def test_pinned_buffers_are_shared_as_far_as_torch_rounds_them_up(
     assert pinned == [8 * 2**20]
 
 
-def test_the_computing_thread_makes_its_device_the_current_one(streams: Streams) -> None:
+def test_the_computing_thread_makes_its_device_the_current_one(streams):
     device, fake = streams
     fake.set_device = fake.devices.append  # type: ignore[attr-defined]
     device.use()
     assert fake.devices == [device.torch_device]
 
 
-def test_a_device_with_a_broken_context_does_not_work(streams: Streams, monkeypatch: Any) -> None:
+def test_a_device_with_a_broken_context_does_not_work(streams, monkeypatch):
     device, _ = streams
     broken = raising(RuntimeError("CUDA error: device-side assert triggered"))
     monkeypatch.setattr(device, "synchronize", lambda: None)
@@ -869,9 +826,7 @@ def test_a_device_with_a_broken_context_does_not_work(streams: Streams, monkeypa
     assert not device.works()
 
 
-def test_a_copy_that_is_made_every_step_keeps_its_memory(
-    streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_is_made_every_step_keeps_its_memory(streams, monkeypatch):
     device, _ = streams
     allocated = pinned_sizes(device, monkeypatch)
     copy = devices.HostCopy(device)
@@ -880,12 +835,12 @@ def test_a_copy_that_is_made_every_step_keeps_its_memory(
     assert len(allocated) == 1
 
 
-def test_cpu_tensors_are_not_copied() -> None:
+def test_cpu_tensors_are_not_copied():
     tensor = torch.ones(5)
     assert devices.HostCopy(Device()).of(tensor).data_ptr() == tensor.data_ptr()
 
 
-def test_empty_cache_collects_garbage_after_the_collection_of_another_thread() -> None:
+def test_empty_cache_collects_garbage_after_the_collection_of_another_thread():
     """A finalizer runs in it, and `gc.collect` returns at once meanwhile."""
     begun, go_on = threading.Event(), threading.Event()
 
@@ -944,14 +899,14 @@ Mps = tuple[Device, FakeMps]
 
 
 @pytest.fixture
-def mps(monkeypatch: pytest.MonkeyPatch) -> Mps:
+def mps(monkeypatch):
     fake = FakeMps()
     monkeypatch.setattr(torch.mps, "Event", fake.Event)
     monkeypatch.setattr(devices.MpsDevice, "torch_device", torch.device("cpu"))
     return devices.MpsDevice(), fake
 
 
-def test_mps_copies_begin_at_the_mark_and_are_asked_for(mps: Mps) -> None:
+def test_mps_copies_begin_at_the_mark_and_are_asked_for(mps):
     device, fake = mps
     tensor = torch.ones(3)
     event = device.record_event(tensor)
@@ -967,7 +922,7 @@ def test_mps_copies_begin_at_the_mark_and_are_asked_for(mps: Mps) -> None:
     assert event.until_s(event) == 0
 
 
-def test_mps_holds_memory_that_the_queue_still_uses(mps: Mps) -> None:
+def test_mps_holds_memory_that_the_queue_still_uses(mps):
     device, fake = mps
     memory = torch.arange(3.0)
     there = device.copy_in(memory)  # returns before the queue has come to it
@@ -982,7 +937,7 @@ def test_mps_holds_memory_that_the_queue_still_uses(mps: Mps) -> None:
     assert freed.wait(WAIT_S)
 
 
-def test_mps_sees_marks_when_they_are_reached(mps: Mps) -> None:
+def test_mps_sees_marks_when_they_are_reached(mps):
     device, fake = mps
     first, second = device.record_event(), device.record_event()
     fake.reached = 1

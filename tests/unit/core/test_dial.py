@@ -3,7 +3,7 @@ from __future__ import annotations
 import errno
 import socket
 import threading
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -16,14 +16,14 @@ from tests.samples import free_ports
 from tests.waiting import WAIT_S
 
 
-def test_the_error_for_a_port_in_use_names_the_address() -> None:
+def test_the_error_for_a_port_in_use_names_the_address():
     with closing(Listener("127.0.0.1", 0)) as first:
         said = rf"127.0.0.1:{first.port}: the port is in use\n.*\"port\""
         with pytest.raises(NetworkError, match=said):
             Listener("127.0.0.1", first.port)
 
 
-def test_port_can_be_taken_again_after_a_connection(stack: ExitStack) -> None:
+def test_port_can_be_taken_again_after_a_connection(stack):
     with closing(Listener("127.0.0.1", 0)) as first:
         port = first.port
         near = stack.enter_context(connect("127.0.0.1", port, WAIT_S)._socket)
@@ -34,15 +34,13 @@ def test_port_can_be_taken_again_after_a_connection(stack: ExitStack) -> None:
     Listener("127.0.0.1", port).close()
 
 
-def test_address_of_another_machine_cannot_be_listened_on() -> None:
+def test_address_of_another_machine_cannot_be_listened_on():
     with pytest.raises(NetworkError, match=r"does not have the address 198\.51\.100\.7"):
         Listener("198.51.100.7", 0)
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_MAXSEG"), reason="needs TCP_MAXSEG")
-def test_a_handshake_that_goes_unanswered_is_tried_with_small_packets(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, logged: list[str]
-) -> None:
+def test_a_handshake_that_goes_unanswered_is_tried_with_small_packets(stack, monkeypatch, logged):
     """A network that drops large packets without telling, at both ends."""
     tried: list[int] = []
     monkeypatch.setattr(dial, "_UNANSWERED_S", -1.0)
@@ -67,7 +65,7 @@ def test_a_handshake_that_goes_unanswered_is_tried_with_small_packets(
     assert "came about with small packets only" in logged[0]
 
 
-def test_accept_ends_when_closed() -> None:
+def test_accept_ends_when_closed():
     listener = Listener("127.0.0.1", 0)
     closer = threading.Timer(0.05, listener.close)
     closer.start()
@@ -76,7 +74,7 @@ def test_accept_ends_when_closed() -> None:
     closer.join()
 
 
-def test_connect_waits_for_a_listener_that_starts_later(stack: ExitStack) -> None:
+def test_connect_waits_for_a_listener_that_starts_later(stack):
     (port,) = free_ports(1)
     started: list[Listener] = []
     retries: list[tuple[int, float, str]] = []
@@ -92,7 +90,7 @@ def test_connect_waits_for_a_listener_that_starts_later(stack: ExitStack) -> Non
     assert "nothing listens" in retries[0][2]
 
 
-def test_a_refused_connect_names_peer_address_time_and_advice() -> None:
+def test_a_refused_connect_names_peer_address_time_and_advice():
     (port,) = free_ports(1)
     with pytest.raises(NetworkError) as caught:
         connect("127.0.0.1", port, 0.3, who="worker 2")
@@ -100,7 +98,7 @@ def test_a_refused_connect_names_peer_address_time_and_advice() -> None:
     assert "start the worker there" in str(caught.value)
 
 
-def test_connect_failures_have_different_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connect_failures_have_different_texts(monkeypatch):
     texts = set()
     for error in (
         TimeoutError(),
@@ -117,19 +115,19 @@ def test_connect_failures_have_different_texts(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("host", ["box..lan", "x" * 64 + ".lan"])
-def test_connect_to_a_name_that_cannot_be_encoded_says_it_is_not_known(host: str) -> None:
+def test_connect_to_a_name_that_cannot_be_encoded_says_it_is_not_known(host):
     with pytest.raises(NetworkError, match="is not known here"):
         connect(host, 9999, 0.05)
 
 
-def test_connect_can_be_stopped() -> None:
+def test_connect_can_be_stopped():
     (port,) = free_ports(1)
     stop = threading.Event()
     with pytest.raises(NetworkError):
         connect("127.0.0.1", port, 600, lambda *retry: stop.set(), stop=stop)
 
 
-def test_accept_that_the_system_cannot_serve_leaves_the_listener_usable(monkeypatch: Any) -> None:
+def test_accept_that_the_system_cannot_serve_leaves_the_listener_usable(monkeypatch):
     with closing(Listener("127.0.0.1", 0)) as listener:
         real = listener._socket
 

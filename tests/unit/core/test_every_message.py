@@ -97,7 +97,7 @@ def bad_values() -> Iterator[tuple[str, tuple[Any, ...], Any]]:
 
 
 @whole
-def test_every_number_of_every_message_is_checked() -> None:
+def test_every_number_of_every_message_is_checked():
     tried = set()
     for name, path, value in bad_values():
         fields = plain(EXAMPLES[name]._fields)
@@ -118,7 +118,7 @@ def test_every_number_of_every_message_is_checked() -> None:
 @pytest.mark.parametrize(
     ("temperature", "top_p"), [(-1.0, 1.0), (math.nan, 1.0), (1.0, 1.5), (1.0, -0.1)]
 )
-def test_a_choice_of_tokens_that_cannot_be_is_refused(temperature: float, top_p: float) -> None:
+def test_a_choice_of_tokens_that_cannot_be_is_refused(temperature, top_p):
     fields = plain(EXAMPLES["STEP"]._fields)
     fields["decoding"] = {"temperature": temperature, "top_p": top_p, "seed": 1, "cached": True}
     with pytest.raises(ProtocolError, match=r"^STEP: field 'decoding'"):
@@ -126,7 +126,7 @@ def test_a_choice_of_tokens_that_cannot_be_is_refused(temperature: float, top_p:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, 1e308])
-def test_a_loss_may_be_any_number(loss: float) -> None:
+def test_a_loss_may_be_any_number(loss):
     received("LOSS", {**plain(EXAMPLES["LOSS"]._fields), "loss": loss})
 
 
@@ -161,7 +161,7 @@ def everywhere() -> list[tuple[str, Enum]]:
 
 
 @pytest.mark.parametrize(("role", "phase"), everywhere())
-def test_a_message_where_it_is_not_legal_reaches_nobody(role: str, phase: Enum) -> None:
+def test_a_message_where_it_is_not_legal_reaches_nobody(role, phase):
     """Neither its header, before memory is taken for tensors, nor itself; and nothing changes."""
     allowed = legal(ROLES[role], phase)
     for name, message in EXAMPLES.items():
@@ -177,7 +177,7 @@ def test_a_message_where_it_is_not_legal_reaches_nobody(role: str, phase: Enum) 
 
 
 @pytest.mark.parametrize("role", [None, *ROLES])
-def test_of_a_stranger_nothing_but_a_greeting_is_decoded(role: str | None) -> None:
+def test_of_a_stranger_nothing_but_a_greeting_is_decoded(role):
     greetings = (
         *("HELLO", "CALL", "PEER_HELLO", "ISLAND_HELLO", "LIGHTHOUSE_HELLO"),
         *("WELCOME", "PEER_WELCOME", "ISLAND_WELCOME", "LIGHTHOUSE_WELCOME"),
@@ -203,7 +203,7 @@ def flood(connection: Connection, message: Message) -> None:
 
 
 @pytest.mark.parametrize(("role", "phase"), everywhere())
-def test_a_flood_of_any_message_is_bounded(role: str, phase: Enum, monkeypatch: Any) -> None:
+def test_a_flood_of_any_message_is_bounded(role, phase, monkeypatch):
     """Its owner is given no more than may wait, or the second one is out of order."""
     monkeypatch.setattr("hetero_framework.core.connection.MOST_MESSAGES", MOST)
     for kind in legal(ROLES[role], phase):
@@ -250,7 +250,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_header_that_would_take_many_times_its_size_is_not_built(name: str) -> None:
+def test_a_header_that_would_take_many_times_its_size_is_not_built(name):
     frame = control_with(BOMBS[name])
     assert len(frame) < MAX_LONG_HEADER_BYTES + 100
     tracemalloc.start()
@@ -262,7 +262,7 @@ def test_a_header_that_would_take_many_times_its_size_is_not_built(name: str) ->
         tracemalloc.stop()
 
 
-def test_a_header_with_the_most_values_is_built() -> None:
+def test_a_header_with_the_most_values_is_built():
     count = MAX_ELEMENTS - 100
     found = m.decode(control_with(array(b"\x80", count)))
     assert found.body == m.Control("x", [{}] * count)
@@ -272,7 +272,7 @@ def test_a_header_with_the_most_values_is_built() -> None:
 @pytest.mark.parametrize(
     "data", [[{}] * 50_000, [["ab"] * 9] * 3000, ["x" * 300] * 1000, list(range(10_000)), {"a": 1}]
 )
-def test_memory_of_fields_is_not_guessed_too_low(data: object) -> None:
+def test_memory_of_fields_is_not_guessed_too_low(data):
     header = msgpack.packb({"t": 50, "m": {"name": "x", "data": data}, "x": []})
     tracemalloc.start()
     try:
@@ -284,6 +284,6 @@ def test_memory_of_fields_is_not_guessed_too_low(data: object) -> None:
     assert taken < 1.3 * field_bytes(header) + 4096
 
 
-def test_a_long_text_is_shown_shortened() -> None:
+def test_a_long_text_is_shown_shortened():
     assert m.shortened("x" * 2000) == "x" * 2000
     assert m.shortened("x" * 3_000_000) == "x" * 2000 + "... (3000000 characters)"

@@ -25,7 +25,7 @@ def folder(path: Path, text: str) -> Path:
 
 
 @pytest.fixture
-def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def slept(monkeypatch):
     """Time that passes only while something waits."""
     waits: list[float] = []
     monkeypatch.setattr(files.time, "sleep", waits.append)
@@ -34,9 +34,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("code", [5, 32, 33])
-def test_rename_waits_for_a_file_that_windows_holds_open(
-    code: int, slept: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rename_waits_for_a_file_that_windows_holds_open(code, slept, tmp_path, monkeypatch):
     answers = [windows_error(code), windows_error(code)]
     replace = os.replace
 
@@ -51,9 +49,7 @@ def test_rename_waits_for_a_file_that_windows_holds_open(
     assert len(slept) == 2
 
 
-def test_rename_gives_up_after_seconds_and_at_once_for_other_refusals(
-    slept: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rename_gives_up_after_seconds_and_at_once_for_other_refusals(slept, tmp_path, monkeypatch):
     refusals: list[Exception] = [windows_error(32)]
 
     def refuse(source: Path, target: Path) -> None:
@@ -71,7 +67,7 @@ def test_rename_gives_up_after_seconds_and_at_once_for_other_refusals(
     assert len(slept) == waits
 
 
-def test_replaced_directory_is_the_new_one_and_the_old_is_gone(tmp_path: Path) -> None:
+def test_replaced_directory_is_the_new_one_and_the_old_is_gone(tmp_path):
     target = folder(tmp_path / "x", "old")
     replace_directory(folder(tmp_path / "new", "new"), target, tmp_path / "x.old")
     assert (target / "file").read_text() == "new"
@@ -79,9 +75,7 @@ def test_replaced_directory_is_the_new_one_and_the_old_is_gone(tmp_path: Path) -
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux exchanges names")
-def test_replacing_on_linux_leaves_no_moment_without_a_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replacing_on_linux_leaves_no_moment_without_a_directory(tmp_path, monkeypatch):
     target = folder(tmp_path / "x", "old")
     replace = os.replace
 
@@ -95,16 +89,14 @@ def test_replacing_on_linux_leaves_no_moment_without_a_directory(
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux exchanges names")
-def test_a_failed_exchange_of_directories_changes_nothing(tmp_path: Path) -> None:
+def test_a_failed_exchange_of_directories_changes_nothing(tmp_path):
     target = folder(tmp_path / "x", "old")
     with pytest.raises(OSError, match="No such file"):
         replace_directory(tmp_path / "new", target, tmp_path / "x.old")
     assert (target / "file").read_text() == "old"
 
 
-def test_replacement_that_fails_puts_the_old_back_and_keeps_the_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replacement_that_fails_puts_the_old_back_and_keeps_the_new(tmp_path, monkeypatch):
     target, new = folder(tmp_path / "x", "old"), folder(tmp_path / "new", "new")
     replace = os.replace
 
@@ -121,7 +113,7 @@ def test_replacement_that_fails_puts_the_old_back_and_keeps_the_new(
     assert (new / "file").read_text() == "new"
 
 
-def test_put_back_renames_only_where_the_place_is_empty(tmp_path: Path) -> None:
+def test_put_back_renames_only_where_the_place_is_empty(tmp_path):
     old = folder(tmp_path / "x.old", "old")
     assert put_back(tmp_path / "x", old)
     folder(old, "left over")

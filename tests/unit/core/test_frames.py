@@ -145,7 +145,7 @@ def same(a: Message, b: Message) -> bool:
     ]
 
 
-def test_spec_describes_every_message_type() -> None:
+def test_spec_describes_every_message_type():
     specs = [body.spec for body in m.BODIES.values()]
     assert set(examples()) == {spec.name for spec in specs}
     assert {kind for table in ORDER.values() for kind in table} == set(m.BODIES.values())
@@ -153,7 +153,7 @@ def test_spec_describes_every_message_type() -> None:
 
 
 @pytest.mark.parametrize("name", list(examples()))
-def test_frame_of_every_message_is_golden(name: str) -> None:
+def test_frame_of_every_message_is_golden(name):
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
     assert golden["protocol"] == PROTOCOL_VERSION
     message = examples()[name]
@@ -162,14 +162,14 @@ def test_frame_of_every_message_is_golden(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["FORWARD", "BACKWARD"])
-def test_frame_with_side_tensors_is_golden(name: str) -> None:
+def test_frame_with_side_tensors_is_golden(name):
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))["bundles"][name]
     message = bundles()[name]
     assert frame(message).hex() == golden
     assert same(decode(bytes.fromhex(golden)), message)
 
 
-def test_protocol_does_not_import_torch_or_socket() -> None:
+def test_protocol_does_not_import_torch_or_socket():
     code = (
         "import sys, hetero_framework.core.session\n"
         "print(sorted({'torch', 'numpy', 'hetero_framework.core.link'} & set(sys.modules)))"
@@ -182,14 +182,14 @@ def test_protocol_does_not_import_torch_or_socket() -> None:
     assert "import socket" not in Path(source.origin).read_text(encoding="utf-8")
 
 
-def test_tensor_data_is_not_copied() -> None:
+def test_tensor_data_is_not_copied():
     data = bytearray(8)
     message = Message(m.Control("x"), [WireTensor("float32", (2,), memoryview(data))])
     data[0] = 9
     assert frame(message)[-8:] == bytes(data)
 
 
-def test_release_twice_gives_the_buffer_back_once() -> None:
+def test_release_twice_gives_the_buffer_back_once():
     sent = frame(examples()["FORWARD"])
     header_bytes, payload_bytes = parse_prefix(sent[:12])
     head = m.read_header(sent[:12], sent[12 : 12 + header_bytes], payload_bytes)
@@ -214,12 +214,12 @@ def test_release_twice_gives_the_buffer_back_once() -> None:
         (b"short", "begins with 12 bytes, got 5"),
     ],
 )
-def test_prefix_that_is_wrong_is_named(data: bytes, text: str) -> None:
+def test_prefix_that_is_wrong_is_named(data, text):
     with pytest.raises(ProtocolError, match=text):
         parse_prefix(data, HANDSHAKE_MAX_FRAME_BYTES)
 
 
-def test_the_first_byte_alone_identifies_garbage() -> None:
+def test_the_first_byte_alone_identifies_garbage():
     check_start(b"\x00")
     with pytest.raises(ProtocolError, match="not a hetero peer"):
         check_start(b"G")
@@ -284,12 +284,12 @@ def coded(**changes: Any) -> dict[str, Any]:
         ({"t": 41, "m": {"reason": "x" * MAX_HEADER_BYTES}, "x": []}, b"", "is larger than 65536"),
     ],
 )
-def test_header_that_is_wrong_is_named(header: Any, payload: bytes, text: str) -> None:
+def test_header_that_is_wrong_is_named(header, payload, text):
     with pytest.raises(ProtocolError, match=text):
         decode(raw_frame(header, payload))
 
 
-def test_ready_with_thousands_of_names_travels() -> None:
+def test_ready_with_thousands_of_names_travels():
     name = "model.layers.{}.self_attn.q_proj.lora_A.default.weight"
     names = tuple(m.Parameter(name.format(i), (i, 0)) for i in range(5000))
     message = Message(m.Ready((m.LoadedStage(1, names, {}),)))
@@ -307,12 +307,12 @@ def test_ready_with_thousands_of_names_travels() -> None:
         (m.Abort(True, 0), "'step' must be int, got True"),
     ],
 )
-def test_message_is_checked_when_it_is_made(body: m.Body, text: str) -> None:
+def test_message_is_checked_when_it_is_made(body, text):
     with pytest.raises(ProtocolError, match=text):
         Message(body)
 
 
-def test_ones_that_need_more_memory_than_a_frame_may_have_are_refused() -> None:
+def test_ones_that_need_more_memory_than_a_frame_may_have_are_refused():
     """86 bytes of a stranger made a worker take 2 GiB."""
     sent = frame(Message(m.Inputs(*STEP, 1, 0, (), {"a": (2**27,), "b": (2**27,)})))
     header_bytes, _ = parse_prefix(sent[:12])
@@ -320,7 +320,7 @@ def test_ones_that_need_more_memory_than_a_frame_may_have_are_refused() -> None:
         m.read_header(sent[:12], sent[12 : 12 + header_bytes], 0, HANDSHAKE_MAX_FRAME_BYTES)
 
 
-def test_an_illegal_first_message_is_refused_before_its_fields_are_read() -> None:
+def test_an_illegal_first_message_is_refused_before_its_fields_are_read():
     sent = raw_frame({"t": 50, "m": {"name": 1}, "x": []})
     with pytest.raises(ProtocolError, match="CONTROL came before a greeting"):
         m.read_header(sent[:12], sent[12:], 0, opening={m.Hello.spec.number})
@@ -328,7 +328,7 @@ def test_an_illegal_first_message_is_refused_before_its_fields_are_read() -> Non
         m.read_header(sent[:12], sent[12:], 0, opening={m.Control.spec.number})
 
 
-def test_expect_of_another_message_is_refused() -> None:
+def test_expect_of_another_message_is_refused():
     with pytest.raises(ProtocolError, match="READY was expected, BYE came"):
         examples()["BYE"].expect(m.Ready)
 
@@ -348,7 +348,7 @@ def strings(value: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", list(examples()))
-def test_every_string_of_every_message_is_one_printable_line(name: str) -> None:
+def test_every_string_of_every_message_is_one_printable_line(name):
     message = examples()[name]
     hostile: dict[str, Any] = {}
     for field, (kind, _) in message.body.spec.fields.kinds.items():
@@ -373,12 +373,12 @@ def test_every_string_of_every_message_is_one_printable_line(name: str) -> None:
         assert len(text.encode()) <= MAX_TEXT_BYTES
 
 
-def test_text_that_is_not_unicode_cannot_be_written() -> None:
+def test_text_that_is_not_unicode_cannot_be_written():
     with pytest.raises(ProtocolError, match="cannot be written"):
         encode(Message(m.Bye("\udc80")))
 
 
-def test_encode_over_the_agreed_frame_is_refused() -> None:
+def test_encode_over_the_agreed_frame_is_refused():
     with pytest.raises(ProtocolError, match="larger than the 16 bytes agreed"):
         encode(examples()["FORWARD"], max_frame_bytes=16)
 
@@ -393,7 +393,7 @@ def test_encode_over_the_agreed_frame_is_refused() -> None:
         ("float32", (1,), memoryview(bytes(8))[::2], "not one contiguous row"),
     ],
 )
-def test_wire_tensor_is_checked(dtype: str, shape: tuple[int, ...], data: Any, text: str) -> None:
+def test_wire_tensor_is_checked(dtype, shape, data, text):
     with pytest.raises(ProtocolError, match=text):
         encode(Message(m.Control("x"), [WireTensor(dtype, shape, memoryview(data))]))
 
@@ -405,9 +405,7 @@ def test_wire_tensor_is_checked(dtype: str, shape: tuple[int, ...], data: Any, t
 @pytest.mark.parametrize(
     ("version", "older"), [(PROTOCOL_VERSION + 1, "this machine"), (1, "the peer")]
 )
-def test_other_version_is_readable_and_refused_with_both_numbers(
-    greeting: str, role: str, version: int, older: str
-) -> None:
+def test_other_version_is_readable_and_refused_with_both_numbers(greeting, role, version, older):
     fields = {"protocol": version, "package": "9.0", "something": "new"}
     number = examples()[greeting].body.spec.number
     message = decode(raw_frame({"t": number, "m": fields, "x": []}))
@@ -444,7 +442,7 @@ STATE_READ = (" STATE_REQUEST", " STATE_REQUEST STATE")
 PEERS_UP = "PEER_HELLO PEER_WELCOME "
 
 
-def test_session_of_a_whole_run_is_legal() -> None:
+def test_session_of_a_whole_run_is_legal():
     steps = (
         "STEP INPUTS FORWARD LOSS BACKWARD_DONE BACKWARD GRADIENT_NORMS COMMIT COMMITTED "
         "STEP INPUTS FORWARD ABORT ABORTED STEP GRADIENT_NORMS ABORT ABORTED "
@@ -468,7 +466,7 @@ def test_session_of_a_whole_run_is_legal() -> None:
         ("STATE_REQUEST COMMITTED STATE", Phase.IDLE),
     ],
 )
-def test_committed_need_not_come_before_the_next_step(then: str, phase: Phase) -> None:
+def test_committed_need_not_come_before_the_next_step(then, phase):
     _, worker = walk(UP + "STEP GRADIENT_NORMS COMMIT " + then)
     assert worker.phase is phase
 
@@ -476,17 +474,17 @@ def test_committed_need_not_come_before_the_next_step(then: str, phase: Phase) -
 @pytest.mark.parametrize(
     "before", ["STEP", "STEP STATE_REQUEST GRADIENT_NORMS", "STEP STATE_REQUEST ABORT"]
 )
-def test_state_may_be_read_while_a_step_runs(before: str) -> None:
+def test_state_may_be_read_while_a_step_runs(before):
     phases = [walk(UP + before + more)[0].phase for more in ("", *STATE_READ)]
     assert phases == [phases[0]] * 3
 
 
-def test_workers_are_introduced_before_the_first_step() -> None:
+def test_workers_are_introduced_before_the_first_step():
     coordinator, _ = walk("HELLO WELCOME SETUP READY CONNECT CONNECTED START")
     assert coordinator.phase is Phase.IDLE
 
 
-def test_session_of_two_workers_carries_tensors_both_ways() -> None:
+def test_session_of_two_workers_carries_tensors_both_ways():
     for first in (m.DIALLER, m.LISTENER):
         one, _ = walk_between(first, PEERS_UP + "FORWARD BACKWARD ASK_TURN CONTROL FORWARD ERROR")
         assert one.phase is Phase.FLOWING
@@ -496,17 +494,17 @@ def test_session_of_two_workers_carries_tensors_both_ways() -> None:
     assert one.phase is Phase.CLOSED
 
 
-def test_session_of_an_unknown_role_is_an_error() -> None:
+def test_session_of_an_unknown_role_is_an_error():
     with pytest.raises(ValueError):
         Session("observer")
 
 
-def test_evaluation_ends_with_the_next_step() -> None:
+def test_evaluation_ends_with_the_next_step():
     assert walk(UP + "EVALUATION")[0].phase is Phase.EVALUATION
     assert walk(UP + "EVALUATION STEP")[0].phase is Phase.STEP
 
 
-def test_late_messages_of_an_aborted_attempt_are_legal() -> None:
+def test_late_messages_of_an_aborted_attempt_are_legal():
     coordinator, worker = walk(UP + "STEP")
     coordinator.send(examples()["ABORT"])
     for name in ("FORWARD", "BACKWARD", "LOSS", "BACKWARD_DONE", "GRADIENT_NORMS", "ABORTED"):
@@ -545,7 +543,7 @@ def test_late_messages_of_an_aborted_attempt_are_legal() -> None:
         (PEERS_UP + "BYE", "FORWARD", m.LISTENER),
     ],
 )
-def test_message_out_of_order_is_refused(before: str, message: str, role: str) -> None:
+def test_message_out_of_order_is_refused(before, message, role):
     dials = role in (m.COORDINATOR, m.DIALLER)
     session = walk_between(role if dials else ROLES[role], before)[0 if dials else 1]
     phase = session.phase
@@ -555,7 +553,7 @@ def test_message_out_of_order_is_refused(before: str, message: str, role: str) -
     assert session.phase is phase
 
 
-def test_messages_that_cross_our_goodbye_are_legal_and_ignored() -> None:
+def test_messages_that_cross_our_goodbye_are_legal_and_ignored():
     """A line of the log of a worker that is let go, say: it is no fault of the worker."""
     session = walk(UP + "STEP BYE")[0]
     for name in ("LOG", "GRADIENT_NORMS", "LOG", "COMMITTED"):
@@ -570,7 +568,7 @@ def test_messages_that_cross_our_goodbye_are_legal_and_ignored() -> None:
         session.receive(examples()["LOG"])
 
 
-def test_every_phase_can_be_reached_and_left() -> None:
+def test_every_phase_can_be_reached_and_left():
     reached = {Phase.OPEN, Phase.EVALUATION}
     for table in ORDER.values():
         reached.update(table.values())
@@ -602,7 +600,7 @@ TENSORS = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(name=st.text(max_size=10), data=PLAIN, tensors=st.lists(TENSORS, max_size=3))
-def test_any_message_survives_the_wire(name: str, data: Any, tensors: list[WireTensor]) -> None:
+def test_any_message_survives_the_wire(name, data, tensors):
     message = Message(m.Control(name, data), tensors)
     assert same(decode(frame(message)), message)
 
@@ -621,9 +619,7 @@ FRAMES = [frame(message) for message in examples().values()]
     edits=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4),
     cut=st.none() | st.integers(0, 400),
 )
-def test_mutated_frames_raise_only_protocol_error(
-    base: bytes, edits: list[tuple[int, int]], cut: int | None
-) -> None:
+def test_mutated_frames_raise_only_protocol_error(base, edits, cut):
     data = bytearray(base)
     for position, value in edits:
         data[position % len(data)] = value
@@ -632,11 +628,11 @@ def test_mutated_frames_raise_only_protocol_error(
 
 @settings(max_examples=300, deadline=None)
 @given(header=st.binary(max_size=64) | PLAIN.map(msgpack.packb), payload=st.binary(max_size=8))
-def test_any_header_raises_only_protocol_error(header: bytes, payload: bytes) -> None:
+def test_any_header_raises_only_protocol_error(header, payload):
     only_protocol_error(raw_frame(header, payload))
 
 
 @settings(max_examples=300, deadline=None)
 @given(kind=PLAIN | st.integers(0, 70), fields=PLAIN, shapes=PLAIN)
-def test_any_structure_raises_only_protocol_error(kind: Any, fields: Any, shapes: Any) -> None:
+def test_any_structure_raises_only_protocol_error(kind, fields, shapes):
     only_protocol_error(raw_frame({"t": kind, "m": fields, "x": shapes}))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_framework.core.identity import ISLANDS, STAR, ClusterKind, Identity
+from hetero_framework.core.identity import ISLANDS, STAR, Identity
 
 CLUSTER = "0123456789abcdef" * 2
 
@@ -16,7 +16,7 @@ CLUSTER = "0123456789abcdef" * 2
         ("a.b_c-d", f"hetero://{CLUSTER}/worker/a.b_c-d", "worker a.b_c-d"),
     ],
 )
-def test_identity_is_its_uri_and_back(process: int | str, uri: str, text: str) -> None:
+def test_identity_is_its_uri_and_back(process, uri, text):
     identity = Identity.of(CLUSTER, process)
     assert (identity.uri, str(identity)) == (uri, text)
     assert Identity.parse(uri) == identity
@@ -30,7 +30,7 @@ def test_identity_is_its_uri_and_back(process: int | str, uri: str, text: str) -
         ("coordinator", f"hetero://{CLUSTER}/island/coordinator", "island coordinator"),
     ],
 )
-def test_an_island_is_no_worker(process: str, uri: str, text: str) -> None:
+def test_an_island_is_no_worker(process, uri, text):
     identity = Identity.of(CLUSTER, process, ISLANDS)
     assert (identity.uri, str(identity)) == (uri, text)
     assert Identity.parse(uri) == identity
@@ -40,7 +40,7 @@ def test_an_island_is_no_worker(process: str, uri: str, text: str) -> None:
     assert identity.keeps == (process == "local")
 
 
-def test_a_worker_is_no_island_and_keeps_nothing() -> None:
+def test_a_worker_is_no_island_and_keeps_nothing():
     worker = Identity.of(CLUSTER, 3)
     assert (worker.worker, worker.island, worker.keeps) == ("3", None, False)
     coordinator = Identity.of(CLUSTER, "local")
@@ -54,7 +54,7 @@ def test_a_worker_is_no_island_and_keeps_nothing() -> None:
         (ISLANDS, "hetero invite --island NAME on the lighthouse's machine"),
     ],
 )
-def test_each_kind_of_identity_has_its_invite_command(kind: ClusterKind, invite: str) -> None:
+def test_each_kind_of_identity_has_its_invite_command(kind, invite):
     assert kind.invite == invite
 
 
@@ -75,6 +75,6 @@ def test_each_kind_of_identity_has_its_invite_command(kind: ClusterKind, invite:
         f"HETERO://{CLUSTER}/worker/1",
     ],
 )
-def test_other_names_are_refused_as_an_identity(uri: str) -> None:
+def test_other_names_are_refused_as_an_identity(uri):
     with pytest.raises(ValueError, match="names no process"):
         Identity.parse(uri)

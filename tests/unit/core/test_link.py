@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import pairwise
@@ -43,7 +43,7 @@ def open_handles() -> int:
 
 
 @pytest.fixture(autouse=True)
-def no_leaks() -> Iterator[None]:
+def no_leaks():
     """Every test ends with the threads and file descriptors that it began with."""
     threads, handles = set(threading.enumerate()), open_handles()
     yield
@@ -160,7 +160,7 @@ def payload_of(message: Message) -> bytes:
 # ---------------------------------------------------------------------------- moving messages
 
 
-def test_messages_arrive_in_order_both_ways(stack: ExitStack) -> None:
+def test_messages_arrive_in_order_both_ways(stack):
     a, b = pair(stack)
     for number in range(50):
         a.link.send(control(number * 100, number))
@@ -170,7 +170,7 @@ def test_messages_arrive_in_order_both_ways(stack: ExitStack) -> None:
     assert all(payload_of(m) == payload_of(control(7, m.body.data)) for m in a.messages)
 
 
-def test_large_frame_arrives_whole_and_is_counted(stack: ExitStack) -> None:
+def test_large_frame_arrives_whole_and_is_counted(stack):
     a, b = pair(stack)
     written = threading.Event()
     message = control(20_000_000, 3)
@@ -183,7 +183,7 @@ def test_large_frame_arrives_whole_and_is_counted(stack: ExitStack) -> None:
     assert a.link.stats.write_s > 0
 
 
-def test_many_tensors_pass_the_limit_of_one_system_call(stack: ExitStack) -> None:
+def test_many_tensors_pass_the_limit_of_one_system_call(stack):
     a, b = pair(stack)
     tensors = [WireTensor("uint8", (1,), memoryview(bytes([i % 256]))) for i in range(3000)]
     a.link.send(Message(Control("x", None), tensors))
@@ -191,7 +191,7 @@ def test_many_tensors_pass_the_limit_of_one_system_call(stack: ExitStack) -> Non
     assert [t.data[0] for t in received] == [i % 256 for i in range(3000)]
 
 
-def test_without_sendmsg_the_same_bytes_travel(stack: ExitStack, monkeypatch: Any) -> None:
+def test_without_sendmsg_the_same_bytes_travel(stack, monkeypatch):
     monkeypatch.setattr(stream_module, "_HAS_SENDMSG", False)
     monkeypatch.setattr(stream_module, "_CAN_TRY", False)
     a, b = pair(stack)
@@ -200,7 +200,7 @@ def test_without_sendmsg_the_same_bytes_travel(stack: ExitStack, monkeypatch: An
     assert [bytes(t.data) for t in b.take()[0].tensors] == [bytes(t.data) for t in tensors]
 
 
-def test_released_buffers_are_used_again_and_kept_ones_are_not(stack: ExitStack) -> None:
+def test_released_buffers_are_used_again_and_kept_ones_are_not(stack):
     pool, allocated = counted_pool()
     near, far = sockets(stack)
     a, b = end(stack, near), end(stack, far, pool=pool)
@@ -215,7 +215,7 @@ def test_released_buffers_are_used_again_and_kept_ones_are_not(stack: ExitStack)
     assert len(allocated) == 3
 
 
-def test_frame_over_the_agreed_size_is_refused_on_both_sides(stack: ExitStack) -> None:
+def test_frame_over_the_agreed_size_is_refused_on_both_sides(stack):
     near, far = sockets(stack)
     a, b = end(stack, near, max_frame_bytes=1 << 20), end(stack, far, max_frame_bytes=2000)
     a.link.send(control(100))
@@ -230,9 +230,7 @@ def test_frame_over_the_agreed_size_is_refused_on_both_sides(stack: ExitStack) -
     assert "at most 4000 are agreed" in str(b.reason())
 
 
-def test_frame_that_its_sender_writes_does_not_wake_the_writer(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frame_that_its_sender_writes_does_not_wake_the_writer(stack, monkeypatch):
     """Two such wake-ups for each small frame made a step of many of them half as long again."""
     a, b = pair(stack)
     woken: list[int] = []
@@ -244,7 +242,7 @@ def test_frame_that_its_sender_writes_does_not_wake_the_writer(
     assert woken == []
 
 
-def test_slow_reader_holds_the_sender_back(stack: ExitStack) -> None:
+def test_slow_reader_holds_the_sender_back(stack):
     near, far = sockets(stack)
     for sock in (near, far):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
@@ -279,7 +277,7 @@ def test_slow_reader_holds_the_sender_back(stack: ExitStack) -> None:
     assert [m.body.data for m in b.take(10)] == list(range(10))
 
 
-def test_no_more_than_the_bound_waits_in_the_queue(stack: ExitStack, monkeypatch: Any) -> None:
+def test_no_more_than_the_bound_waits_in_the_queue(stack, monkeypatch):
     _, a = against(stack, max_queue_bytes=1_000_000)
     a.link.send(control(30_000_000))  # nobody reads it, and it may pass alone
     waiting, wait = threading.Event(), a.link._room.wait
@@ -295,9 +293,7 @@ def test_no_more_than_the_bound_waits_in_the_queue(stack: ExitStack, monkeypatch
     sending.result(WAIT_S)
 
 
-def test_blocked_sender_waits_in_slices_and_is_freed_when_the_link_ends(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocked_sender_waits_in_slices_and_is_freed_when_the_link_ends(stack, monkeypatch):
     """In slices, since on Windows Ctrl-C interrupts no wait without an end (L13)."""
     far, a = against(stack, max_queue_bytes=1000)
     waits: list[float | None] = []
@@ -348,7 +344,7 @@ class Relay:
 
 
 @pytest.fixture
-def relay(stack: ExitStack, request: pytest.FixtureRequest) -> Relay:
+def relay(stack, request):
     """Its `param`, if any: the options of both of its links."""
     options = getattr(request, "param", {})
     return Relay(stack, options, options)
@@ -364,7 +360,7 @@ def receive_exactly(sock: socket.socket, count: int) -> bytes:
     return data
 
 
-def test_routed_frame_goes_out_before_it_has_come_in(relay: Relay) -> None:
+def test_routed_frame_goes_out_before_it_has_come_in(relay):
     frame = framed(control(1_000_000, 5))
     half = len(frame) // 2
     relay.source_socket.sendall(frame[:half])
@@ -375,7 +371,7 @@ def test_routed_frame_goes_out_before_it_has_come_in(relay: Relay) -> None:
     assert [(type(m.body), m.body.data, m.tensors) for m in relay.announced] == [(Control, 5, ())]
 
 
-def test_routed_frame_reaches_a_receiver_that_reads_slowly(relay: Relay) -> None:
+def test_routed_frame_reaches_a_receiver_that_reads_slowly(relay):
     for sock in (relay.target_socket, relay.out.link._stream._socket):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 20_000)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 20_000)
@@ -389,7 +385,7 @@ def test_routed_frame_reaches_a_receiver_that_reads_slowly(relay: Relay) -> None
     assert received == frame
 
 
-def test_routed_frames_are_counted_and_told(relay: Relay) -> None:
+def test_routed_frames_are_counted_and_told(relay):
     moved = frames_moved(relay.into.link, relay.out.link)
     frame = framed(control(2_000_000, 7))
     relay.source_socket.sendall(frame)
@@ -401,7 +397,7 @@ def test_routed_frames_are_counted_and_told(relay: Relay) -> None:
     assert relay.into.link.stats.bytes_in == relay.out.link.stats.bytes_out == len(frame)
 
 
-def test_a_frame_without_a_route_is_received_whole(relay: Relay) -> None:
+def test_a_frame_without_a_route_is_received_whole(relay):
     relay.to = lambda message: relay.out.link if message.body.data == 2 else None
     for number in range(4):
         relay.source_socket.sendall(framed(control(10_000, number)))
@@ -414,7 +410,7 @@ def test_a_frame_without_a_route_is_received_whole(relay: Relay) -> None:
     assert receive_exactly(relay.target_socket, len(frame)) == frame
 
 
-def test_whole_frame_passes_one_that_waits_for_its_bytes(relay: Relay) -> None:
+def test_whole_frame_passes_one_that_waits_for_its_bytes(relay):
     frame = framed(control(500_000, 1))
     relay.source_socket.sendall(frame[:5000])  # too little to begin with
     wait_until(lambda: relay.out.link._queue.nbytes > 0, "queued")
@@ -426,7 +422,7 @@ def test_whole_frame_passes_one_that_waits_for_its_bytes(relay: Relay) -> None:
 
 
 @pytest.mark.parametrize("count", [60, 100, 40_000, 299_000])
-def test_source_that_dies_in_a_frame_leaves_the_other_link_usable(count: int, relay: Relay) -> None:
+def test_source_that_dies_in_a_frame_leaves_the_other_link_usable(count, relay):
     frame = framed(control(300_000, 1))
     relay.source_socket.sendall(frame[:count])
     wait_until(lambda: len(relay.announced) == 1, "announced")
@@ -443,7 +439,7 @@ def test_source_that_dies_in_a_frame_leaves_the_other_link_usable(count: int, re
     assert receive_exactly(relay.target_socket, len(after)) == after
 
 
-def test_padding_bytes_come_after_the_report_of_the_loss(relay: Relay) -> None:
+def test_padding_bytes_come_after_the_report_of_the_loss(relay):
     """Else a receiver's answer to them could be taken for true."""
     frame = framed(control(300_000, 1))
     told, go = threading.Event(), threading.Event()
@@ -470,7 +466,7 @@ def test_padding_bytes_come_after_the_report_of_the_loss(relay: Relay) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "in the middle"])
-def test_receiver_that_dies_leaves_the_source_usable(when: str, relay: Relay) -> None:
+def test_receiver_that_dies_leaves_the_source_usable(when, relay):
     frame = framed(control(3_000_000, 1))
     begun = 0 if when == "before" else 1_500_000
     relay.source_socket.sendall(frame[:begun])
@@ -486,7 +482,7 @@ def test_receiver_that_dies_leaves_the_source_usable(when: str, relay: Relay) ->
     assert not relay.into.link.closed
 
 
-def test_frame_too_large_for_the_receiver_ends_the_source(stack: ExitStack) -> None:
+def test_frame_too_large_for_the_receiver_ends_the_source(stack):
     relay = Relay(stack, {}, {"max_frame_bytes": 2000})
     relay.source_socket.sendall(framed(control(3000)))
     reason = relay.into.reason()
@@ -495,14 +491,14 @@ def test_frame_too_large_for_the_receiver_ends_the_source(stack: ExitStack) -> N
     assert not relay.out.link.closed
 
 
-def test_error_of_the_route_is_the_reason(relay: Relay) -> None:
+def test_error_of_the_route_is_the_reason(relay):
     relay.to = raising(ProtocolError("FORWARD out of order"))
     relay.source_socket.sendall(framed(control(3000)))
     assert str(relay.into.reason()) == "sender: FORWARD out of order"
 
 
 @pytest.mark.parametrize("relay", [{"heartbeat_s": 0.05}], indirect=True)
-def test_signs_of_life_come_also_in_the_middle_of_a_stalled_frame(relay: Relay) -> None:
+def test_signs_of_life_come_also_in_the_middle_of_a_stalled_frame(relay):
     frame = framed(control(500_000, 1))
     relay.source_socket.sendall(frame[:200_000])
     reserve = link_module._RESERVE_BYTES
@@ -512,7 +508,7 @@ def test_signs_of_life_come_also_in_the_middle_of_a_stalled_frame(relay: Relay) 
     assert came + receive_exactly(relay.target_socket, len(frame) - len(came)) == frame
 
 
-def test_link_that_closes_does_not_wait_for_a_stalled_source(relay: Relay) -> None:
+def test_link_that_closes_does_not_wait_for_a_stalled_source(relay):
     frame = framed(control(500_000, 1))
     relay.source_socket.sendall(frame[:200_000])
     begun = receive_exactly(relay.target_socket, 50_000)
@@ -528,7 +524,7 @@ def test_link_that_closes_does_not_wait_for_a_stalled_source(relay: Relay) -> No
     assert relay.into.take()[0].body.data == 2
 
 
-def test_source_that_closes_in_the_middle_of_a_frame_pads_it(relay: Relay) -> None:
+def test_source_that_closes_in_the_middle_of_a_frame_pads_it(relay):
     frame = framed(control(500_000, 1))
     relay.source_socket.sendall(frame[:200_000])
     receive_exactly(relay.target_socket, 50_000)
@@ -538,7 +534,7 @@ def test_source_that_closes_in_the_middle_of_a_frame_pads_it(relay: Relay) -> No
     assert not relay.out.link.closed
 
 
-def test_buffers_of_routed_frames_are_used_again(stack: ExitStack) -> None:
+def test_buffers_of_routed_frames_are_used_again(stack):
     pool, allocated = counted_pool()
     relay = Relay(stack, {"pool": pool}, {})
     for number in range(5):
@@ -550,9 +546,7 @@ def test_buffers_of_routed_frames_are_used_again(stack: ExitStack) -> None:
     assert len(allocated) == 1
 
 
-def test_memory_for_a_routed_frame_is_taken_when_there_is_room(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_for_a_routed_frame_is_taken_when_there_is_room(stack, monkeypatch):
     """A carrier whose peer does not read holds up no memory of the links behind it."""
     pool, allocated = counted_pool()
     relay = Relay(stack, {"pool": pool}, {"max_queue_bytes": 1000})
@@ -573,7 +567,7 @@ def test_memory_for_a_routed_frame_is_taken_when_there_is_room(
     assert len(allocated) == 1
 
 
-def test_source_waits_for_room_no_longer_than_it_lives(stack: ExitStack) -> None:
+def test_source_waits_for_room_no_longer_than_it_lives(stack):
     relay = Relay(stack, {}, {"max_queue_bytes": 1000})
     relay.out.link.send(control(30_000_000))  # nobody reads it
     relay.source_socket.sendall(framed(control(3_000)))
@@ -584,7 +578,7 @@ def test_source_waits_for_room_no_longer_than_it_lives(stack: ExitStack) -> None
     assert time.monotonic() - started < WAIT_S
 
 
-def test_frame_may_go_back_where_it_came_from(relay: Relay) -> None:
+def test_frame_may_go_back_where_it_came_from(relay):
     relay.to = lambda message: relay.into.link
     frame = framed(control(400_000, 3))
     relay.source_socket.sendall(frame)
@@ -596,7 +590,7 @@ def send_all(sock: socket.socket, pieces: list[bytes]) -> None:
         sock.sendall(piece)
 
 
-def test_two_sources_to_one_receiver_keep_their_frames_whole(stack: ExitStack) -> None:
+def test_two_sources_to_one_receiver_keep_their_frames_whole(stack):
     outward, far = sockets(stack)
     out, target = end(stack, outward, "receiver"), end(stack, far, "relay")
     rng = random.Random(3)
@@ -627,7 +621,7 @@ def test_two_sources_to_one_receiver_keep_their_frames_whole(stack: ExitStack) -
 # --------------------------------------------------------------------------------------- ends
 
 
-def test_close_drains_and_ends_both_sides(stack: ExitStack) -> None:
+def test_close_drains_and_ends_both_sides(stack):
     a, b = pair(stack)
     for number in range(20):
         a.link.send(control(500_000, number))
@@ -642,7 +636,7 @@ def test_close_drains_and_ends_both_sides(stack: ExitStack) -> None:
     a.link.close()
 
 
-def test_a_link_that_ends_takes_no_more_and_hands_on_no_more(stack: ExitStack) -> None:
+def test_a_link_that_ends_takes_no_more_and_hands_on_no_more(stack):
     far, a = against(stack)
     a.link.send(control(30_000_000))  # nobody reads it yet
     a.link.end(drain_s=WAIT_S)
@@ -658,14 +652,14 @@ def test_a_link_that_ends_takes_no_more_and_hands_on_no_more(stack: ExitStack) -
     assert a.messages == []
 
 
-def test_errors_call_a_link_by_the_name_from_its_greeting(stack: ExitStack) -> None:
+def test_errors_call_a_link_by_the_name_from_its_greeting(stack):
     near, far = pair(stack)
     far.link.name = "worker 2"  # as its greeting tells
     near.link.close()
     assert str(far.reason()) == "worker 2 closed the connection"
 
 
-def test_link_closes_the_socket_that_it_was_given(stack: ExitStack) -> None:
+def test_link_closes_the_socket_that_it_was_given(stack):
     near, far = sockets(stack)
     a, b = end(stack, near), end(stack, far)
     a.link.close()
@@ -674,7 +668,7 @@ def test_link_closes_the_socket_that_it_was_given(stack: ExitStack) -> None:
     assert near.fileno() == far.fileno() == -1
 
 
-def test_close_from_the_handler_ends_the_link(stack: ExitStack) -> None:
+def test_close_from_the_handler_ends_the_link(stack):
     a, b = pair(stack)
     b.on_message = lambda message: b.link.close()
     a.link.send(control())
@@ -682,9 +676,7 @@ def test_close_from_the_handler_ends_the_link(stack: ExitStack) -> None:
     assert isinstance(a.reason(), PeerLostError)
 
 
-def test_close_does_not_wait_for_a_handler_that_hangs(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_close_does_not_wait_for_a_handler_that_hangs(stack, monkeypatch, caplog):
     monkeypatch.setattr(timeouts, "EXIT_S", 0.05)
     a, b = pair(stack)
     hangs, go = threading.Event(), threading.Event()
@@ -704,9 +696,7 @@ def test_close_does_not_wait_for_a_handler_that_hangs(
 
 
 @pytest.mark.parametrize("way", ["close", "end"])
-def test_end_without_drain_does_not_wait_for_a_peer_that_does_not_read(
-    stack: ExitStack, way: str
-) -> None:
+def test_end_without_drain_does_not_wait_for_a_peer_that_does_not_read(stack, way):
     _, a = against(stack)
     given_back = threading.Event()
     a.link.send(control(30_000_000), given_back.set)
@@ -725,9 +715,7 @@ def test_end_without_drain_does_not_wait_for_a_peer_that_does_not_read(
         (ProtocolError("STEP out of order"), ProtocolError, "STEP out of order"),
     ],
 )
-def test_an_error_of_the_handler_ends_the_link_with_its_cause(
-    error: Exception, kind: type[HeteroError], said: str, stack: ExitStack
-) -> None:
+def test_an_error_of_the_handler_ends_the_link_with_its_cause(error, kind, said, stack):
     a, b = pair(stack)
     b.on_message = raising(error)
     a.link.send(control())
@@ -738,7 +726,7 @@ def test_an_error_of_the_handler_ends_the_link_with_its_cause(
     assert isinstance(a.reason(), PeerLostError)
 
 
-def test_peer_that_beats_but_does_not_read_is_lost_and_named(stack: ExitStack) -> None:
+def test_peer_that_beats_but_does_not_read_is_lost_and_named(stack):
     far, a = against(stack, "worker 3", send_s=0.3, max_queue_bytes=1 << 20)
     stop = threading.Event()
 
@@ -758,7 +746,7 @@ def test_peer_that_beats_but_does_not_read_is_lost_and_named(stack: ExitStack) -
 
 
 @pytest.mark.parametrize("at", [70, 5_000, 299_000, -1])
-def test_flipped_bit_is_noticed_by_the_receiver(at: int, stack: ExitStack) -> None:
+def test_flipped_bit_is_noticed_by_the_receiver(at, stack):
     a, b, proxy = proxied(stack)
     sent = control(300_000, 1)
     proxy.up.flip_at = at % len(framed(sent))
@@ -767,7 +755,7 @@ def test_flipped_bit_is_noticed_by_the_receiver(at: int, stack: ExitStack) -> No
     assert b.messages == []
 
 
-def test_flipped_bit_is_noticed_behind_a_relay(relay: Relay, stack: ExitStack) -> None:
+def test_flipped_bit_is_noticed_behind_a_relay(relay, stack):
     frame = bytearray(framed(control(300_000, 1)))
     frame[150_000] ^= 1
     relay.source_socket.sendall(frame)
@@ -776,7 +764,7 @@ def test_flipped_bit_is_noticed_behind_a_relay(relay: Relay, stack: ExitStack) -
     assert not relay.into.link.closed
 
 
-def test_void_frame_is_dropped(stack: ExitStack) -> None:
+def test_void_frame_is_dropped(stack):
     near, b = against(stack)
     near.sendall(framed(control(5000, 1))[:-CHECKSUM_BYTES] + VOID + framed(control(5000, 2)))
     assert b.take()[0].body.data == 2
@@ -787,7 +775,7 @@ FRAME = framed(control(40, 1))
 
 
 @pytest.mark.parametrize("count", range(len(FRAME) + 1))
-def test_connection_cut_at_any_byte_gives_no_partial_message(count: int, stack: ExitStack) -> None:
+def test_connection_cut_at_any_byte_gives_no_partial_message(count, stack):
     near, b = against(stack)
     near.sendall(FRAME + FRAME[:count])
     near.close()
@@ -798,7 +786,7 @@ def test_connection_cut_at_any_byte_gives_no_partial_message(count: int, stack: 
     assert len(b.messages) == (2 if count == len(FRAME) else 1)
 
 
-def test_reset_in_the_middle_of_a_message_is_a_lost_peer(stack: ExitStack) -> None:
+def test_reset_in_the_middle_of_a_message_is_a_lost_peer(stack):
     a, b, proxy = proxied(stack)
     proxy.up.reset_after = 100_000
     a.link.send(control(1_000_000))
@@ -807,14 +795,14 @@ def test_reset_in_the_middle_of_a_message_is_a_lost_peer(stack: ExitStack) -> No
     assert b.messages == []
 
 
-def test_one_byte_segments_and_delay_arrive_whole(stack: ExitStack) -> None:
+def test_one_byte_segments_and_delay_arrive_whole(stack):
     a, b, proxy = proxied(stack)
     proxy.up.slice_bytes, proxy.up.delay_s = 1, 0.0005
     a.link.send(control(60, 9))
     assert payload_of(b.take()[0]) == payload_of(control(60, 9))
 
 
-def test_flipped_length_byte_is_a_protocol_error(stack: ExitStack) -> None:
+def test_flipped_length_byte_is_a_protocol_error(stack):
     a, b, proxy = proxied(stack)
     proxy.up.flip_at = 0
     a.link.send(control())
@@ -822,7 +810,7 @@ def test_flipped_length_byte_is_a_protocol_error(stack: ExitStack) -> None:
     assert "not a hetero peer" in str(b.reason())
 
 
-def test_blackholed_peer_is_lost_on_both_sides(stack: ExitStack) -> None:
+def test_blackholed_peer_is_lost_on_both_sides(stack):
     a, b, proxy = proxied(stack, heartbeat_s=0.05, liveness_s=0.4)
     a.link.send(control())
     b.take()
@@ -831,7 +819,7 @@ def test_blackholed_peer_is_lost_on_both_sides(stack: ExitStack) -> None:
         assert "has been silent for" in str(side.reason())
 
 
-def test_f32_both_ends_send_100_mb_at_once(stack: ExitStack) -> None:
+def test_f32_both_ends_send_100_mb_at_once(stack):
     """Each has queued all of it before it reads any."""
     a, b = pair(stack)
     tensor = random_tensor(25 << 20)
@@ -844,7 +832,7 @@ def test_f32_both_ends_send_100_mb_at_once(stack: ExitStack) -> None:
 
 @pytest.mark.faults
 @pytest.mark.alone
-def test_silence_is_noticed_within_the_liveness_timeout(stack: ExitStack) -> None:
+def test_silence_is_noticed_within_the_liveness_timeout(stack):
     """Not at the first look after that."""
     a, b, proxy = proxied(stack, heartbeat_s=60.0, liveness_s=1.2)
     a.link.send(control())
@@ -855,7 +843,7 @@ def test_silence_is_noticed_within_the_liveness_timeout(stack: ExitStack) -> Non
     assert time.monotonic() - began < 1.2
 
 
-def test_heartbeats_keep_an_idle_link_alive(stack: ExitStack) -> None:
+def test_heartbeats_keep_an_idle_link_alive(stack):
     a, b = pair(stack, heartbeat_s=0.1, liveness_s=5.0)
     a.link.send(control())
     b.link.send(control())
@@ -866,9 +854,7 @@ def test_heartbeats_keep_an_idle_link_alive(stack: ExitStack) -> None:
     assert len(a.messages) == len(b.messages) == 1
 
 
-def test_pings_measure_the_round_trip_and_the_offset_of_the_clocks(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pings_measure_the_round_trip_and_the_offset_of_the_clocks(stack, monkeypatch):
     a, b, proxy = proxied(stack)
     proxy.up.delay_s = proxy.down.delay_s = 0.02
     assert a.link.clock == Clock(None, None)
@@ -891,7 +877,7 @@ def test_pings_measure_the_round_trip_and_the_offset_of_the_clocks(
     assert b.link.clock == Clock(None, None)
 
 
-def test_pongs_without_a_ping_change_nothing(stack: ExitStack) -> None:
+def test_pongs_without_a_ping_change_nothing(stack):
     a, b = pair(stack)
     for fields in ({"pong": 1.0, "at": 2.0}, {"pong": 1.0}, {}):
         a.link.send(Message(Heartbeat(**fields)))
@@ -903,7 +889,7 @@ def test_pongs_without_a_ping_change_nothing(stack: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("signal", [Heartbeat(ping=1.0), m.AskTurn(1 << 20, 2)])
-def test_peer_that_does_not_read_gets_few_answers(signal: m.Signal, stack: ExitStack) -> None:
+def test_peer_that_does_not_read_gets_few_answers(signal, stack):
     near, b = against(stack, max_queue_bytes=1000)
     b.link.send(control(30_000_000))  # nobody reads it
     size = b.link._queue.nbytes
@@ -914,7 +900,7 @@ def test_peer_that_does_not_read_gets_few_answers(signal: m.Signal, stack: ExitS
     assert b.link._queue.nbytes < size + 16 * 80
 
 
-def test_on_moved_tells_when_tensor_frames_moved(stack: ExitStack) -> None:
+def test_on_moved_tells_when_tensor_frames_moved(stack):
     a, b = pair(stack)
     moved = frames_moved(a.link, b.link)
     before = time.perf_counter()
@@ -943,15 +929,13 @@ BEGUN = LARGE[: len(LARGE) - 300_000 - 2 - CHECKSUM_BYTES + PIECE_BYTES]
         (INSIDE + framed(Message(Heartbeat(ping=1.0)))[:-1] + b"?", "a frame arrived damaged"),
     ],
 )
-def test_only_a_whole_heartbeat_may_stand_inside_of_a_frame(
-    between: bytes, said: str, stack: ExitStack
-) -> None:
+def test_only_a_whole_heartbeat_may_stand_inside_of_a_frame(between, said, stack):
     near, receiver = against(stack)
     near.sendall(BEGUN + between)
     assert said in str(receiver.reason())
 
 
-def test_heartbeat_inside_of_a_frame_is_answered_at_once(stack: ExitStack) -> None:
+def test_heartbeat_inside_of_a_frame_is_answered_at_once(stack):
     near, receiver = against(stack)
     pong = framed(Message(Heartbeat(pong=1.0, at=0.0)))
     near.sendall(BEGUN + INSIDE + framed(Message(Heartbeat(ping=1.0))))
@@ -1027,9 +1011,7 @@ class SessionStart:
 
 
 @pytest.fixture(params=[False, True], ids=["receivers share", "senders share"])
-def meeting(
-    request: pytest.FixtureRequest, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> SessionStart:
+def meeting(request, stack, monkeypatch):
     monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)  # however busy the machine is
     made = SessionStart(stack, senders_share=request.param)
     made.learn()
@@ -1038,7 +1020,7 @@ def meeting(
 
 @pytest.mark.faults
 @pytest.mark.alone
-def test_large_frames_that_meet_go_one_after_the_other(meeting: SessionStart) -> None:
+def test_large_frames_that_meet_go_one_after_the_other(meeting):
     meeting.send([0, 1], 3)
     longest = max(ended - began for _, began, ended in meeting.spans)
     assert meeting.overlap_s() < longest / 2
@@ -1046,14 +1028,14 @@ def test_large_frames_that_meet_go_one_after_the_other(meeting: SessionStart) ->
     assert order in ([0, 1] * 3, [1, 0] * 3)
 
 
-def test_large_frames_go_in_the_planned_order(meeting: SessionStart) -> None:
+def test_large_frames_go_in_the_planned_order(meeting):
     planned = [1, 1, 0, 1, 0, 0]
     meeting.plan(planned, order_timeout_s=5.0)
     meeting.send([0, 1], 3)
     assert [k for k, _, _ in sorted(meeting.spans, key=lambda span: span[1])] == planned
 
 
-def test_a_missing_frame_is_waited_for_up_to_the_timeout(meeting: SessionStart) -> None:
+def test_a_missing_frame_is_waited_for_up_to_the_timeout(meeting):
     meeting.plan([1, 0, 0], order_timeout_s=0.5)
     began = time.monotonic()
     meeting.send([0], 1)
@@ -1063,7 +1045,7 @@ def test_a_missing_frame_is_waited_for_up_to_the_timeout(meeting: SessionStart) 
     assert time.monotonic() - began < timeouts.TURN_S
 
 
-def test_a_frame_that_arrives_slowly_asks_for_a_turn(stack: ExitStack, monkeypatch: Any) -> None:
+def test_a_frame_that_arrives_slowly_asks_for_a_turn(stack, monkeypatch):
     """As the receiver has said of an earlier one, which shared its network."""
     monkeypatch.setattr(link_bandwidth, "_ASKS_TRIPS", 0)
     sender, receiver = pair(stack)
@@ -1085,9 +1067,7 @@ def test_a_frame_that_arrives_slowly_asks_for_a_turn(stack: ExitStack, monkeypat
 
 
 @pytest.mark.parametrize("meeting", [True], indirect=True)
-def test_a_frame_that_stalls_holds_up_others_for_a_while_only(
-    meeting: SessionStart, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frame_that_stalls_holds_up_others_for_a_while_only(meeting, monkeypatch):
     monkeypatch.setattr(timeouts, "TURN_S", 1.0)
     (stalling, _), (sender, receiver) = meeting.ends
     line, tick = stalling.link._stream, threading.Event()
@@ -1104,7 +1084,7 @@ def test_a_frame_that_stalls_holds_up_others_for_a_while_only(
     assert not stalling.link.idle
 
 
-def test_a_frame_is_written_no_faster_than_the_network_took_those_before(stack: ExitStack) -> None:
+def test_a_frame_is_written_no_faster_than_the_network_took_those_before(stack):
     sender, receiver, proxy = proxied(stack)
     receiver.link.send(control())  # as the greeting
     sender.take()
@@ -1124,14 +1104,14 @@ def test_a_frame_is_written_no_faster_than_the_network_took_those_before(stack: 
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /"])
-def test_http_at_the_port_is_named(data: bytes, stack: ExitStack) -> None:
+def test_http_at_the_port_is_named(data, stack):
     near, b = against(stack, "10.0.0.9")
     near.sendall(data)
     assert str(b.reason()) == "10.0.0.9: not a hetero peer (got 'GET /')"
     assert isinstance(b.reason(), ProtocolError)
 
 
-def test_silent_connection_misses_the_handshake(stack: ExitStack) -> None:
+def test_silent_connection_misses_the_handshake(stack):
     near, b = against(stack, handshake_s=0.2)
     near.sendall(b"\x00")
     assert "did not complete the handshake in 0.2 s" in str(b.reason())

@@ -29,20 +29,20 @@ class Writer:
         return self.now - began
 
 
-def test_frames_are_not_paced_before_a_rate_is_known() -> None:
+def test_frames_are_not_paced_before_a_rate_is_known():
     assert Writer().frame() == 0.0
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
-def test_an_impossible_rate_is_ignored(rate: float) -> None:
+def test_an_impossible_rate_is_ignored(rate):
     assert Writer(rate).frame() == 0.0
 
 
-def test_pieces_are_written_a_little_faster_than_they_arrive() -> None:
+def test_pieces_are_written_a_little_faster_than_they_arrive():
     assert Writer(1e6).frame() == pytest.approx(0.9 / 1.05, abs=0.003)
 
 
-def test_the_next_frame_begins_when_the_last_one_is_nearly_there() -> None:
+def test_the_next_frame_begins_when_the_last_one_is_nearly_there():
     writer = Writer(1e6)
     began = writer.now
     for _ in range(5):
@@ -51,16 +51,16 @@ def test_the_next_frame_begins_when_the_last_one_is_nearly_there() -> None:
     assert writer.now - began == pytest.approx(5.0, abs=0.01)
 
 
-def test_short_frames_are_not_paced() -> None:
+def test_short_frames_are_not_paced():
     assert Writer(FRAME / 0.009).frame() == 0.0
 
 
 @pytest.mark.parametrize(("rate", "paced"), [(1.9e8, True), (2.1e8, False)])
-def test_a_fast_network_is_left_to_itself(rate: float, paced: bool) -> None:
+def test_a_fast_network_is_left_to_itself(rate, paced):
     assert (Writer(rate).frame(pieces=100) > 0) is paced
 
 
-def test_the_fastest_of_the_last_frames_counts() -> None:
+def test_the_fastest_of_the_last_frames_counts():
     writer = Writer(2e6, 1e6)
     assert writer.frame() == pytest.approx(0.45 / 1.05, abs=0.003)
     for _ in range(8):
@@ -69,7 +69,7 @@ def test_the_fastest_of_the_last_frames_counts() -> None:
     assert writer.frame() == pytest.approx(0.9 / 1.05, abs=0.003)
 
 
-def test_a_late_writer_catches_up_little() -> None:
+def test_a_late_writer_catches_up_little():
     writer = Writer(1e6)
     writer.pace.wrote(PIECE, FRAME, is_last=False)
     writer.now += 5.0
@@ -78,13 +78,13 @@ def test_a_late_writer_catches_up_little() -> None:
     assert writer.pace.pause_s() == pytest.approx(0.1 / 1.05, abs=0.003)
 
 
-def test_no_pause_is_longer_than_a_second() -> None:
+def test_no_pause_is_longer_than_a_second():
     writer = Writer(1e-6)
     writer.pace.wrote(PIECE, FRAME, is_last=False)
     assert writer.pace.pause_s() <= 1.0
 
 
-def test_a_shared_rate_sets_no_pace_but_an_expected_duration() -> None:
+def test_a_shared_rate_sets_no_pace_but_an_expected_duration():
     pace = SendPacing()
     assert pace.lasts_s(1_000_000) == 0.0
     pace.heard(5e6, alone=False)

@@ -20,11 +20,11 @@ A, B, C = (FORWARD, 1), (BACKWARD, 1), (FORWARD, 2)
 
 
 @given(st.sampled_from([FORWARD, BACKWARD]), st.integers(0, 10_000))
-def test_a_lane_travels_as_a_number(kind: str, stage: int) -> None:
+def test_a_lane_travels_as_a_number(kind, stage):
     assert unpacked(packed((kind, stage))) == (kind, stage)
 
 
-def test_the_order_gives_the_place_of_a_lanes_next_one() -> None:
+def test_the_order_gives_the_place_of_a_lanes_next_one():
     order = PlannedOrder([A, B, A, A])
     assert (order.place(A), order.place(B), order.place(C)) == (0, 1, math.inf)
     order.went(A, 0)
@@ -37,7 +37,7 @@ def test_the_order_gives_the_place_of_a_lanes_next_one() -> None:
     assert order.place(A) == order.next_place == math.inf
 
 
-def test_order_counts_by_micro_batch() -> None:
+def test_order_counts_by_micro_batch():
     """Frames that are reported twice, or out of order, leave the order right."""
     order = PlannedOrder([A, A, B, A])
     order.went(A, 1)
@@ -57,7 +57,7 @@ def left(timeout: OrderTimeout, order: PlannedOrder, *lanes: Lane) -> list[float
     return [timeout.left_s(order, lane) for lane in lanes]
 
 
-def test_the_next_lane_goes_at_once_and_others_wait_for_it_once() -> None:
+def test_the_next_lane_goes_at_once_and_others_wait_for_it_once():
     clock = Clock()
     timeout, order = OrderTimeout(2.0, clock), PlannedOrder([A, B, A, C])
     assert left(timeout, order, A, B) == [0, 2]
@@ -71,7 +71,7 @@ def test_the_next_lane_goes_at_once_and_others_wait_for_it_once() -> None:
     assert left(timeout, order, A, C) == [0, 2]  # the next A has not
 
 
-def test_the_wait_begins_when_the_device_is_idle() -> None:
+def test_the_wait_begins_when_the_device_is_idle():
     clock = Clock()
     timeout, order = OrderTimeout(4.0, clock), PlannedOrder([A, B])
     assert timeout.left_s(order, B, idle=False) == 0.5
@@ -81,6 +81,6 @@ def test_the_wait_begins_when_the_device_is_idle() -> None:
 
 
 @pytest.mark.parametrize("order", [PlannedOrder(), PlannedOrder([B])])
-def test_without_timeout_or_order_there_is_no_wait(order: PlannedOrder) -> None:
+def test_without_timeout_or_order_there_is_no_wait(order):
     assert OrderTimeout(0.0).left_s(order, A) == 0
     assert OrderTimeout(9.0).left_s(PlannedOrder(), A) == 0

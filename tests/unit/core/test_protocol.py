@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from hetero_framework.core import messages
@@ -12,7 +10,7 @@ from hetero_framework.core.protocol import Message, MessageType
 from hetero_framework.errors import ProtocolError
 
 
-def test_a_message_is_one_frame_of_the_protocol() -> None:
+def test_a_message_is_one_frame_of_the_protocol():
     message = Message(
         type=MessageType.CONTROL, payload={"command": "checkpoint"}, metadata={"step": 100}
     )
@@ -32,9 +30,7 @@ def test_a_message_is_one_frame_of_the_protocol() -> None:
         ({"command": "x", "value": object()}, "CONTROL"),
     ],
 )
-def test_a_payload_without_a_command_or_that_cannot_travel_is_refused(
-    payload: Any, text: str
-) -> None:
+def test_a_payload_without_a_command_or_that_cannot_travel_is_refused(payload, text):
     with pytest.raises(ProtocolError, match=text):
         Message(MessageType.CONTROL, payload)
 
@@ -42,6 +38,6 @@ def test_a_payload_without_a_command_or_that_cannot_travel_is_refused(
 @pytest.mark.parametrize(
     "body", [Bye("over"), Control("checkpoint", None), Control("x", {"payload": 1, "metadata": {}})]
 )
-def test_other_frames_are_no_such_messages(body: messages.Body) -> None:
+def test_other_frames_are_no_such_messages(body):
     with pytest.raises(ProtocolError):
         Message.from_bytes(b"".join(messages.encode(messages.Message(body))))

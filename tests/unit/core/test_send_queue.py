@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 
@@ -35,7 +35,7 @@ def queue_of(*frames: Outgoing) -> SendQueue:
     return queue
 
 
-def test_frame_gives_its_bytes_once_and_in_order() -> None:
+def test_frame_gives_its_bytes_once_and_in_order():
     frame = Outgoing([b"ab", memoryview(b"cde")])
     assert (frame.nbytes, frame.left, frame.missing, frame.ready) == (13, 13, 0, True)
     assert joined(frame.take(reserve=3)) == b"abcde" + checksum([b"abcde"])
@@ -43,7 +43,7 @@ def test_frame_gives_its_bytes_once_and_in_order() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 5, 1 << 18, (1 << 18) + 1, 3_000_000])
-def test_frame_ends_with_the_checksum_of_its_bytes(size: int) -> None:
+def test_frame_ends_with_the_checksum_of_its_bytes(size):
     payload = bytes(i % 251 for i in range(size))
     frame = Outgoing([b"head", memoryview(payload)])
     written = b""
@@ -57,7 +57,7 @@ def test_frame_ends_with_the_checksum_of_its_bytes(size: int) -> None:
     assert len(written) == frame.nbytes
 
 
-def test_relayed_frame_that_is_given_up_is_void() -> None:
+def test_relayed_frame_that_is_given_up_is_void():
     frame = relayed(5)
     frame.feed(memoryview(b"12"))
     frame.pad()
@@ -65,7 +65,7 @@ def test_relayed_frame_that_is_given_up_is_void() -> None:
 
 
 @pytest.mark.parametrize("reserve", [0, 1, 3, 5, 7, 8, 100])
-def test_the_reserve_is_held_back_until_the_frame_is_complete(reserve: int) -> None:
+def test_the_reserve_is_held_back_until_the_frame_is_complete(reserve):
     frame = relayed(5)
     frame.feed(memoryview(b"12"))
     frame.feed(memoryview(b"3"))
@@ -79,7 +79,7 @@ def test_the_reserve_is_held_back_until_the_frame_is_complete(reserve: int) -> N
     assert frame.take_one() == frame.take(reserve)
 
 
-def test_padding_makes_the_frame_whole_with_zeros_and_ends_the_feeding() -> None:
+def test_padding_makes_the_frame_whole_with_zeros_and_ends_the_feeding():
     frame = relayed(3_000_000)
     frame.feed(memoryview(b"12"))
     frame.pad()
@@ -115,9 +115,7 @@ def large_relayed() -> Outgoing:
         (2 * PIECE_BYTES + 5, [4 + PIECE_BYTES + 1 + PIECE_BYTES, 1 + 1 + 8]),
     ],
 )
-def test_a_segment_ends_at_the_last_mark_in_its_room(
-    make: Callable[[], Outgoing], room: int, sizes: list[int]
-) -> None:
+def test_a_segment_ends_at_the_last_mark_in_its_room(make, room, sizes):
     frame, found = make(), []
     while segment := frame.take(room=room):
         found.append(len(joined(segment)))
@@ -125,7 +123,7 @@ def test_a_segment_ends_at_the_last_mark_in_its_room(
     assert found == sizes
 
 
-def test_what_was_put_back_of_several_pieces_goes_before_more_is_hashed() -> None:
+def test_what_was_put_back_of_several_pieces_goes_before_more_is_hashed():
     frame = Outgoing([b"head", memoryview(bytes(9 * PIECE_BYTES))])
     taken = frame.take(room=4 * PIECE_BYTES + 4)
     frame.wrote(taken, PIECE_BYTES)
@@ -142,7 +140,7 @@ def test_what_was_put_back_of_several_pieces_goes_before_more_is_hashed() -> Non
         (4 + 2 * PIECE_BYTES + 2, False),
     ],
 )
-def test_urgent_frame_goes_where_a_mark_is(written: int, is_next: bool) -> None:
+def test_urgent_frame_goes_where_a_mark_is(written, is_next):
     frame, beat = large(begun_with=written), Outgoing([b"beat"])
     queue = queue_of(frame)
     queue.begin(frame, 1.0)
@@ -154,7 +152,7 @@ def test_urgent_frame_goes_where_a_mark_is(written: int, is_next: bool) -> None:
     assert queue.nbytes == frame.nbytes + len(whole)
 
 
-def test_urgent_frame_waits_while_the_next_piece_is_being_written() -> None:
+def test_urgent_frame_waits_while_the_next_piece_is_being_written():
     frame, beat = large(begun_with=4 + PIECE_BYTES), Outgoing([b"beat"])
     queue = queue_of(frame)
     queue.begin(frame, 1.0)
@@ -164,7 +162,7 @@ def test_urgent_frame_waits_while_the_next_piece_is_being_written() -> None:
     assert joined(beat.take()) == b"beat" + checksum([b"beat"])
 
 
-def test_urgent_frame_that_has_begun_is_ended_first() -> None:
+def test_urgent_frame_that_has_begun_is_ended_first():
     frame, beat = large(begun_with=4 + PIECE_BYTES), Outgoing([b"beat"])
     queue = queue_of(frame)
     queue.begin(frame, 1.0)
@@ -201,14 +199,14 @@ def sent(queue: SendQueue) -> list[Outgoing]:
     return order
 
 
-def test_directions_and_stages_take_turns() -> None:
+def test_directions_and_stages_take_turns():
     first, second, third = (boundary(Forward, 1, k) for k in range(3))
     back, again, other = boundary(Backward, 1), boundary(Backward, 1, 1), boundary(Forward, 3)
     queue = queue_of(first, second, third, back, again, other)
     assert sent(queue) == [first, back, other, second, again, third]
 
 
-def test_large_frames_go_after_inputs_and_pass_nothing_else() -> None:
+def test_large_frames_go_after_inputs_and_pass_nothing_else():
     first, second = boundary(Forward, 1), boundary(Forward, 1, 1)
     back, late = boundary(Backward, 1), boundary(Backward, 0)
     labels, word = inputs(), Outgoing([b"word"])
@@ -216,7 +214,7 @@ def test_large_frames_go_after_inputs_and_pass_nothing_else() -> None:
     assert sent(queue) == [labels, first, back, second, word, late]
 
 
-def test_whole_frames_pass_one_that_is_still_coming_in() -> None:
+def test_whole_frames_pass_one_that_is_still_coming_in():
     slow, first, second = relayed(EARLY_BYTES + 2), Outgoing([b"first"]), Outgoing([b"second"])
     queue = queue_of(slow)
     assert queue.idle
@@ -237,7 +235,7 @@ def test_whole_frames_pass_one_that_is_still_coming_in() -> None:
     assert (len(queue), queue.nbytes) == (0, 0)
 
 
-def test_nothing_passes_once_a_frame_has_begun() -> None:
+def test_nothing_passes_once_a_frame_has_begun():
     slow, waiting = relayed(EARLY_BYTES + 2), Outgoing([b"waiting"])
     queue = queue_of(relayed(9), slow)
     slow.feed(memoryview(b"12"))
@@ -257,14 +255,14 @@ def test_nothing_passes_once_a_frame_has_begun() -> None:
     assert slow not in left
 
 
-def test_urgent_frame_is_next_when_nothing_has_begun() -> None:
+def test_urgent_frame_is_next_when_nothing_has_begun():
     urgent = Outgoing([b"beat"])
     queue = queue_of(Outgoing([b"first"]))
     queue.add(urgent, urgent=True)
     assert queue.next() is urgent
 
 
-def test_cleared_frames_take_nothing_more() -> None:
+def test_cleared_frames_take_nothing_more():
     frame = relayed(4)
     queue = queue_of(frame)
     assert queue.clear() == [frame]
@@ -283,7 +281,7 @@ class Fixed:
         return self._found
 
 
-def test_the_checksum_is_xxh3_of_all_bytes_big_endian() -> None:
+def test_the_checksum_is_xxh3_of_all_bytes_big_endian():
     """The value of the empty input is in the specification of XXH3."""
     assert digest(Hasher(b"")) == (0x2D06800538D394C2).to_bytes(CHECKSUM_BYTES, "big")
     parts = Hasher(b"one ")
@@ -292,7 +290,7 @@ def test_the_checksum_is_xxh3_of_all_bytes_big_endian() -> None:
     assert digest(Hasher(b"one frame")) != digest(Hasher(b"one framf"))
 
 
-def test_no_frame_has_the_checksum_of_one_that_was_given_up() -> None:
+def test_no_frame_has_the_checksum_of_one_that_was_given_up():
     void, other = Fixed(VOID), Fixed(b"\xff" * 7 + b"\xfe")
     assert digest(void) == bytes(CHECKSUM_BYTES)  # type: ignore[arg-type]
     assert digest(other) == b"\xff" * 7 + b"\xfe"  # type: ignore[arg-type]

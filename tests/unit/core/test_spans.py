@@ -25,9 +25,7 @@ def recorded(steps: int, first: int = 0, count: int = 6, every: int = 0) -> list
     ("steps", "first", "expected"),
     [(0, 0, []), (3, 0, [1, 2, 3]), (2, 10, [11, 12]), (-1, 0, [0, 1, 2, 3, 4, 5])],
 )
-def test_the_chosen_number_of_steps_after_the_first_is_recorded(
-    steps: int, first: int, expected: list[int]
-) -> None:
+def test_the_chosen_number_of_steps_after_the_first_is_recorded(steps, first, expected):
     assert recorded(steps, first) == expected
 
 
@@ -35,11 +33,11 @@ def test_the_chosen_number_of_steps_after_the_first_is_recorded(
     ("steps", "first", "expected"),
     [(0, 0, [4, 8]), (2, 0, [1, 2, 4, 8]), (2, 4, [5, 6, 8, 12]), (-1, 2, [*range(2, 12)])],
 )
-def test_of_later_steps_some_are_recorded(steps: int, first: int, expected: list[int]) -> None:
+def test_of_later_steps_some_are_recorded(steps, first, expected):
     assert recorded(steps, first, count=10, every=4) == expected
 
 
-def test_evaluation_is_not_recorded_and_is_not_the_first_step() -> None:
+def test_evaluation_is_not_recorded_and_is_not_the_first_step():
     recorder = Recorder(1)
     recorder.begin(0, attempt=1, train=False)
     recorder.begin(0, attempt=2)
@@ -51,7 +49,7 @@ def test_evaluation_is_not_recorded_and_is_not_the_first_step() -> None:
     assert [span["step"] for span in recorder.take()] == [1]
 
 
-def test_a_repeated_step_forgets_its_first_attempt_only() -> None:
+def test_a_repeated_step_forgets_its_first_attempt_only():
     recorder = Recorder(-1)
     recorder.begin(4)
     recorder.span(FORWARD, 0, 0, 1.0, 2.0)
@@ -62,7 +60,7 @@ def test_a_repeated_step_forgets_its_first_attempt_only() -> None:
     assert [span["began"] for span in recorder.take()] == [1.0, 5.0]
 
 
-def test_span_is_plain_data_and_is_taken_once() -> None:
+def test_span_is_plain_data_and_is_taken_once():
     recorder = Recorder(-1)
     recorder.begin(7)
     recorder.span(FORWARD, 2, 3, 1.0, 2.5)
@@ -72,7 +70,7 @@ def test_span_is_plain_data_and_is_taken_once() -> None:
     assert recorder.take() == []
 
 
-def test_recorder_is_bounded() -> None:
+def test_recorder_is_bounded():
     recorder = Recorder(-1, limit=2)
     recorder.begin(0)
     for number in range(5):
@@ -85,7 +83,7 @@ def frame(step: int, attempt: int, micro_batch: int = 2) -> Message:
     return Message(Forward(step, attempt, 1, micro_batch), (WireTensor("float32", (2, 3), data),))
 
 
-def test_frames_of_the_step_become_spans() -> None:
+def test_frames_of_the_step_become_spans():
     recorder = Recorder(-1)
     moved = recorder.on_moved(1)
     recorder.begin(3, attempt=7)
@@ -99,7 +97,7 @@ def test_frames_of_the_step_become_spans() -> None:
     assert told == {"what": "FORWARD", "peer": 1, "bytes": 24, "dtype": "float32", "codec": ""}
 
 
-def test_frames_that_are_early_belong_to_their_own_step() -> None:
+def test_frames_that_are_early_belong_to_their_own_step():
     """The reader has a frame of the next step while this process still commits the last one."""
     recorder = Recorder(-1)
     moved = recorder.on_moved(1)
@@ -111,7 +109,7 @@ def test_frames_that_are_early_belong_to_their_own_step() -> None:
     assert [span["micro_batch"] for span in recorder.take()] == [0, 1]
 
 
-def test_frames_of_an_evaluation_are_forgotten() -> None:
+def test_frames_of_an_evaluation_are_forgotten():
     """It carries the number of the step after it, but an attempt of its own."""
     recorder = Recorder(-1)
     moved = recorder.on_moved(1)
@@ -125,7 +123,7 @@ def test_frames_of_an_evaluation_are_forgotten() -> None:
     assert [span["micro_batch"] for span in recorder.take()] == [5]
 
 
-def test_frames_of_steps_that_are_not_recorded_are_not_kept() -> None:
+def test_frames_of_steps_that_are_not_recorded_are_not_kept():
     recorder = Recorder(1)
     moved = recorder.on_moved(1)
     moved("receive", frame(1, 1), 1.0, 2.0)  # nothing has begun
@@ -137,7 +135,7 @@ def test_frames_of_steps_that_are_not_recorded_are_not_kept() -> None:
     assert found == [1]
 
 
-def test_spans_of_several_threads_are_all_kept() -> None:
+def test_spans_of_several_threads_are_all_kept():
     recorder = Recorder(-1)
     recorder.begin(0)
 

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -53,9 +52,7 @@ def over_tls(folder: Path) -> Pair:
 
 
 @pytest.fixture(params=["socket pair", "TCP", "TLS", "out of TLS"])
-def ends(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Pair]:
+def ends(request, tmp_path, monkeypatch):
     monkeypatch.setenv(tls.OFF, "off" if request.param == "TLS" else "on")
     kinds = {
         **{"socket pair": over_a_socket_pair, "TCP": over_tcp},
@@ -83,7 +80,7 @@ def read(stream: Stream, count: int) -> bytes:
     return bytes(data)
 
 
-def test_bytes_of_many_buffers_arrive_in_order(ends: Pair) -> None:
+def test_bytes_of_many_buffers_arrive_in_order(ends):
     parts = [bytes([i % 256]) * (i % 7) for i in range(1, 3000)]
     whole = b"".join(parts)
     pending = views(*parts)
@@ -99,27 +96,27 @@ def test_bytes_of_many_buffers_arrive_in_order(ends: Pair) -> None:
     assert read(ends[1], len(whole)) == whole
 
 
-def test_read_of_nothing_ends_with_the_tick(ends: Pair) -> None:
+def test_read_of_nothing_ends_with_the_tick(ends):
     began = time.monotonic()
     assert ends[0].read(memoryview(bytearray(4))) is None
     assert time.monotonic() - began < WAIT_S
 
 
-def test_write_to_a_peer_that_does_not_read_ends_with_the_tick(ends: Pair) -> None:
+def test_write_to_a_peer_that_does_not_read_ends_with_the_tick(ends):
     block = bytes(1 << 22)
     while ends[0].write(views(block)):
         pass
     assert ends[0].try_write(views(block), len(block)) == 0
 
 
-def test_try_write_takes_no_more_than_the_room(ends: Pair) -> None:
+def test_try_write_takes_no_more_than_the_room(ends):
     sent = ends[0].try_write(views(b"abc", b"def"), 4)
     assert sent in (0, 4)  # a stream may be unable to try
     if sent:
         assert read(ends[1], 4) == b"abcd"
 
 
-def test_end_of_writes_is_the_end_for_the_reader_only(ends: Pair) -> None:
+def test_end_of_writes_is_the_end_for_the_reader_only(ends):
     ends[0].write(views(b"last"))
     ends[0].end_writes()
     assert read(ends[1], 4) == b"last"
@@ -129,7 +126,7 @@ def test_end_of_writes_is_the_end_for_the_reader_only(ends: Pair) -> None:
 
 
 @pytest.mark.parametrize("ends", ["TCP", "TLS"], indirect=True)
-def test_abandoned_stream_tells_its_peer_at_once(ends: Pair) -> None:
+def test_abandoned_stream_tells_its_peer_at_once(ends):
     """Though bytes wait that the peer does not take: it need not read them first."""
     while ends[0].write(views(bytes(1 << 22))):
         pass
@@ -145,7 +142,7 @@ def test_abandoned_stream_tells_its_peer_at_once(ends: Pair) -> None:
         read_on()
 
 
-def test_bytes_pass_whole_while_both_write_more_than_the_system_takes(ends: Pair) -> None:
+def test_bytes_pass_whole_while_both_write_more_than_the_system_takes(ends):
     """Each end writes 8 MB before it reads, in pieces that are tried first, from a second thread,
     while the other reads slowly: what is left over of a piece goes out with the next one."""
     whole = random.Random(0).randbytes(1 << 23)
@@ -168,7 +165,7 @@ def test_bytes_pass_whole_while_both_write_more_than_the_system_takes(ends: Pair
     assert [future.result(60.0) for future in written] == [None, None]
 
 
-def test_stop_wakes_a_reader_in_another_thread(ends: Pair) -> None:
+def test_stop_wakes_a_reader_in_another_thread(ends):
     ends[0].set_tick(30.0)
     found: list[int | None] = []
 
@@ -186,7 +183,7 @@ def test_stop_wakes_a_reader_in_another_thread(ends: Pair) -> None:
     assert found == [0]
 
 
-def test_peer_is_named_by_its_address_even_when_it_is_gone() -> None:
+def test_peer_is_named_by_its_address_even_when_it_is_gone():
     near, far = over_tcp()
     assert near.peer.startswith("127.0.0.1:")
     far.close()

@@ -19,7 +19,7 @@ def travel(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [from_wire(t) for t in decode(bytearray(b"".join(encode(message)))).tensors]
 
 
-def test_every_wire_dtype_has_a_torch_dtype_of_its_size() -> None:
+def test_every_wire_dtype_has_a_torch_dtype_of_its_size():
     assert {d.name: d.itemsize for d in DTYPES} == {
         name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()
     }
@@ -27,7 +27,7 @@ def test_every_wire_dtype_has_a_torch_dtype_of_its_size() -> None:
 
 @pytest.mark.parametrize("name", list(TORCH_DTYPES))
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (0,), (2, 0, 3), (1,) * 8])
-def test_tensor_arrives_with_the_same_bits(name: str, shape: tuple[int, ...]) -> None:
+def test_tensor_arrives_with_the_same_bits(name, shape):
     sent = values(TORCH_DTYPES[name], *shape)
     (received,) = travel(sent)
     assert received.dtype == sent.dtype
@@ -35,13 +35,13 @@ def test_tensor_arrives_with_the_same_bits(name: str, shape: tuple[int, ...]) ->
     assert to_wire(received).data == to_wire(sent).data
 
 
-def test_nan_and_infinity_keep_their_bits() -> None:
+def test_nan_and_infinity_keep_their_bits():
     bits = torch.tensor([0x7FC1, 0x7F80, -128, 1], dtype=torch.int16)
     (received,) = travel(bits.view(torch.bfloat16))
     assert torch.equal(received.view(torch.int16), bits)
 
 
-def test_contiguous_tensor_is_not_copied_either_way() -> None:
+def test_contiguous_tensor_is_not_copied_either_way():
     sent = values(torch.bfloat16, 4, 5)
     wire = to_wire(sent)
     sent[0, 0] = 7
@@ -52,7 +52,7 @@ def test_contiguous_tensor_is_not_copied_either_way() -> None:
 @pytest.mark.parametrize(
     "tensor", [values(torch.float32, 4, 6).T, values(torch.bfloat16, 8, 8)[::2, 1:5]]
 )
-def test_non_contiguous_tensor_arrives_equal(tensor: torch.Tensor) -> None:
+def test_non_contiguous_tensor_arrives_equal(tensor):
     assert not tensor.is_contiguous()
     assert torch.equal(travel(tensor)[0], tensor)
 
@@ -67,13 +67,13 @@ def test_non_contiguous_tensor_arrives_equal(tensor: torch.Tensor) -> None:
     ],
     ids=["column", "one of many", "one of a matrix", "number"],
 )
-def test_dimension_of_one_may_have_any_stride(tensor: torch.Tensor) -> None:
+def test_dimension_of_one_may_have_any_stride(tensor):
     """torch calls such a tensor contiguous and refuses to view it as bytes."""
     assert tensor.is_contiguous()
     assert torch.equal(travel(tensor)[0], tensor)
 
 
-def test_misaligned_and_read_only_bytes_are_copied() -> None:
+def test_misaligned_and_read_only_bytes_are_copied():
     one, eight = travel(torch.ones(1, dtype=torch.uint8), values(torch.float64, 3))
     assert one.item() == 1
     assert eight.data_ptr() % 8 == 0
@@ -82,12 +82,12 @@ def test_misaligned_and_read_only_bytes_are_copied() -> None:
     assert read_only.item() == 6
 
 
-def test_tensor_with_gradient_travels_as_values() -> None:
+def test_tensor_with_gradient_travels_as_values():
     (received,) = travel(torch.ones(2, requires_grad=True))
     assert not received.requires_grad
 
 
-def test_dtype_without_code_is_refused() -> None:
+def test_dtype_without_code_is_refused():
     with pytest.raises(ProtocolError, match="complex64 cannot travel"):
         dtype_name(torch.complex64)
     with pytest.raises(ProtocolError, match="cannot travel; bring it to the CPU"):

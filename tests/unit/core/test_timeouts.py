@@ -9,7 +9,7 @@ from hetero_framework.core import timeouts
 PACKAGE = Path(timeouts.__file__).parents[1]
 
 
-def test_times_of_links_and_processes_are_in_one_place() -> None:
+def test_times_of_links_and_processes_are_in_one_place():
     files = [*(PACKAGE / "cluster").glob("*.py"), PACKAGE / "core" / "connection.py"]
     found = [
         f"{file.name}: {target.id}"
@@ -22,7 +22,7 @@ def test_times_of_links_and_processes_are_in_one_place() -> None:
     assert found == []
 
 
-def test_every_timeout_is_positive_and_has_a_docstring() -> None:
+def test_every_timeout_is_positive_and_has_a_docstring():
     body = ast.parse(Path(timeouts.__file__).read_text(encoding="utf-8")).body
     for node, after in pairwise(body):
         if isinstance(node, ast.Assign):

@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +34,7 @@ def admit_all(certificate: Certificate, note: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Callable[..., ssl.SSLContext]:
+def context(tmp_path):
     def made(process: int | str, *, server: bool, of: str = "own") -> ssl.SSLContext:
         keys = keys_of(tmp_path / f"{of}-{process}", process, of=of)
         return tls.context(keys.bundle(process), server=server)
@@ -58,7 +58,7 @@ def refused_by_server(made: ssl.SSLContext, peer: Peer) -> BaseException | None:
         return error
 
 
-def test_both_sides_of_a_handshake_know_each_other(context: Any) -> None:
+def test_both_sides_of_a_handshake_know_each_other(context):
     near, far = socket.socketpair()
     seen: list[Any] = []
 
@@ -82,7 +82,7 @@ def test_both_sides_of_a_handshake_know_each_other(context: Any) -> None:
     accepted.close()
 
 
-def test_a_refused_peer_is_told_why(context: Any) -> None:
+def test_a_refused_peer_is_told_why(context):
     near, far = socket.socketpair()
     found = accepting(near, context(1, server=True), lambda *_: "it is Tuesday")
     with pytest.raises(IdentityError, match="worker 1 refused this machine: it is Tuesday"):
@@ -91,7 +91,7 @@ def test_a_refused_peer_is_told_why(context: Any) -> None:
         found.result(WAIT_S)
 
 
-def test_the_dialler_sends_nothing_to_a_peer_of_another_identity(context: Any) -> None:
+def test_the_dialler_sends_nothing_to_a_peer_of_another_identity(context):
     near, far = socket.socketpair()
     notes: list[Any] = []
     found = accepting(near, context(1, server=True), lambda c, note: notes.append(note))
@@ -102,7 +102,7 @@ def test_the_dialler_sends_nothing_to_a_peer_of_another_identity(context: Any) -
     assert notes == []
 
 
-def test_other_clusters_do_not_trust_each_other(context: Any) -> None:
+def test_other_clusters_do_not_trust_each_other(context):
     near, far = socket.socketpair()
     found = accepting(near, context(1, server=True))
     foreign = context("local", server=False, of="other")
@@ -156,14 +156,14 @@ STRANGERS: dict[str, tuple[Callable[[Path], Peer], str]] = {
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_stranger_is_refused_with_the_reason(kind: str, tmp_path: Path, context: Any) -> None:
+def test_stranger_is_refused_with_the_reason(kind, tmp_path, context):
     peer, reason = STRANGERS[kind]
     error = refused_by_server(context(1, server=True), peer(tmp_path / "stranger"))
     assert isinstance(error, OSError if kind == "hangs up" else IdentityError)
     assert reason in str(error)
 
 
-def test_a_silent_peer_times_out(context: Any, monkeypatch: Any) -> None:
+def test_a_silent_peer_times_out(context, monkeypatch):
     monkeypatch.setattr(timeouts, "STRANGER_S", 0.0)
     error = refused_by_server(context(1, server=True), lambda sock: None)
     assert isinstance(error, TimeoutError)
@@ -177,9 +177,7 @@ def test_a_silent_peer_times_out(context: Any, monkeypatch: Any) -> None:
         ("no answer", OSError, "handshake"),
     ],
 )
-def test_the_dialler_reports_the_kind_of_peer(
-    kind: str, error: type[Exception], words: str, context: Any
-) -> None:
+def test_the_dialler_reports_the_kind_of_peer(kind, error, words, context):
     near, far = socket.socketpair()
     near.settimeout(WAIT_S)
 
@@ -208,7 +206,7 @@ def pair_of_streams(context: Any) -> tuple[TlsStream, TlsStream, socket.socket, 
     return stream, found.result(WAIT_S)[0], far, near
 
 
-def test_byte_that_was_changed_on_its_way_ends_the_stream(context: Any) -> None:
+def test_byte_that_was_changed_on_its_way_ends_the_stream(context):
     writer, reader, far, near = pair_of_streams(context)
     writer.write(deque([memoryview(b"x" * 100)]))
     record = bytearray(near.recv(4096))
@@ -223,7 +221,7 @@ def test_byte_that_was_changed_on_its_way_ends_the_stream(context: Any) -> None:
         sock.close()
 
 
-def test_last_byte_counts_as_written_when_all_that_was_encrypted_is_sent(context: Any) -> None:
+def test_last_byte_counts_as_written_when_all_that_was_encrypted_is_sent(context):
     """Else the end of a frame could stay behind on an idle link."""
     writer, reader, _, _ = pair_of_streams(context)
     plain, room = writer._plain, 50
@@ -247,7 +245,7 @@ def test_last_byte_counts_as_written_when_all_that_was_encrypted_is_sent(context
     reader.close()
 
 
-def test_tls_sends_no_readable_bytes(context: Any) -> None:
+def test_tls_sends_no_readable_bytes(context):
     writer, reader, _, near = pair_of_streams(context)
     secret = b"the quick brown fox jumps over it"
     writer.write(deque([memoryview(secret)]))
@@ -259,7 +257,7 @@ def test_tls_sends_no_readable_bytes(context: Any) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "two keys", "empty"])
-def test_damaged_key_file_is_named(damage: str, tmp_path: Path) -> None:
+def test_damaged_key_file_is_named(damage, tmp_path):
     keys = keys_of(tmp_path / "keys", 1, 2)
     file = keys.bundle(1)
     text = file.read_bytes()
@@ -274,7 +272,7 @@ def test_damaged_key_file_is_named(damage: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def meet(context: Any, stack: ExitStack) -> Callable[..., list[Stream]]:
+def meet(context, stack):
     """The streams of the dialler and of the acceptor, over TCP. `proxied`: a program stands in
     between."""
 
@@ -313,9 +311,7 @@ def kinds(streams: list[Stream]) -> set[type]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_a_connection_within_one_machine_leaves_tls(
-    meet: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_connection_within_one_machine_leaves_tls(meet, monkeypatch, caplog):
     monkeypatch.setenv(tls.OFF, "on")
     caplog.set_level("INFO")
     streams = meet()
@@ -325,23 +321,21 @@ def test_a_connection_within_one_machine_leaves_tls(
         assert f"{who} is on this machine: the link goes on without encryption" in caplog.text
 
 
-def test_a_connection_through_another_program_keeps_tls(meet: Any) -> None:
+def test_a_connection_through_another_program_keeps_tls(meet):
     assert kinds(meet(proxied=True)) == {TlsStream}
 
 
 @pytest.mark.parametrize(
     "places", [("a", None), (None, "a"), (None, None), ("a", "b"), ({"nonce": "a"}, "a")]
 )
-def test_other_machines_and_namespaces_keep_tls(
-    places: tuple[Any, Any], meet: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_machines_and_namespaces_keep_tls(places, meet, monkeypatch):
     found = iter(places)  # of the dialler, then of the acceptor
     monkeypatch.setattr(tls, "_place", lambda plain: next(found))
     assert kinds(meet()) == {TlsStream}
 
 
 @pytest.mark.parametrize("ends", [[], [("10.0.0.1", 1), ("10.0.0.2", 2)]])
-def test_ends_on_two_hosts_are_no_place(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ends_on_two_hosts_are_no_place(ends, monkeypatch):
     monkeypatch.setenv(tls.OFF, "on")
     monkeypatch.setattr(PlainStream, "ends", lambda stream: ends)
     one, other = socket.socketpair()
@@ -349,14 +343,12 @@ def test_ends_on_two_hosts_are_no_place(ends: Any, monkeypatch: pytest.MonkeyPat
         assert tls._place(PlainStream(one)) is None
 
 
-def test_leaving_tls_can_be_switched_off(meet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_tls_can_be_switched_off(meet, monkeypatch):
     monkeypatch.setenv(tls.OFF, "off")
     assert kinds(meet()) == {TlsStream}
 
 
-def test_the_acceptor_does_not_wait_for_ever_for_the_dialler_to_leave(
-    meet: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_acceptor_does_not_wait_for_ever_for_the_dialler_to_leave(meet, monkeypatch):
     monkeypatch.setattr(tls, "_place", lambda plain: "here")
     monkeypatch.setattr(tls, "_say_left", lambda plain, deadline: None)
     monkeypatch.setattr(timeouts, "STRANGER_S", 0.5)

@@ -441,7 +441,7 @@ def test_xz_that_asks_for_much_memory_is_refused(tmp_path):
         read("a.jsonl.xz", tmp_path)
 
 
-def test_a_saved_set_without_rows_is_named(tmp_path: Path) -> None:
+def test_a_saved_set_without_rows_is_named(tmp_path):
     datasets.Dataset.from_dict({"text": []}).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(DataError, match="saved"):
         read("saved", tmp_path)

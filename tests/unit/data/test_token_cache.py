@@ -21,7 +21,7 @@ CHAT = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
 
 
 @pytest.fixture(autouse=True)
-def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tokens(tmp_path, monkeypatch):
     monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(token_cache, "WORTH_BYTES", 0)
     return tmp_path / "cache" / "tokens"
@@ -44,9 +44,7 @@ def some(count: int) -> Examples:
     return builder.build()
 
 
-def test_second_load_tokenises_nothing_and_is_equal_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_load_tokenises_nothing_and_is_equal_to_the_bit(tmp_path, monkeypatch):
     first = load(tmp_path)
     monkeypatch.setattr(Reader, "_make", None)
     second = load(tmp_path)
@@ -60,7 +58,7 @@ def test_second_load_tokenises_nothing_and_is_equal_to_the_bit(
     assert cached in second.report
 
 
-def test_a_change_of_what_the_tokens_depend_on_renews_them(tmp_path: Path, tokens: Path) -> None:
+def test_a_change_of_what_the_tokens_depend_on_renews_them(tmp_path, tokens):
     load(tmp_path)
     for changed in (
         {"rows": ROWS[1:]},
@@ -77,7 +75,7 @@ def test_a_change_of_what_the_tokens_depend_on_renews_them(tmp_path: Path, token
 
 @pytest.mark.parametrize("name", ["ids.npy", "trained.npy", "offsets.npy", "entry.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
-def test_damaged_entry_is_made_anew(tmp_path: Path, tokens: Path, name: str, damage: str) -> None:
+def test_damaged_entry_is_made_anew(tmp_path, tokens, name, damage):
     first = load(tmp_path)
     file = entries(tokens)[0] / name
     content = bytearray(file.read_bytes())
@@ -94,7 +92,7 @@ def test_damaged_entry_is_made_anew(tmp_path: Path, tokens: Path, name: str, dam
     assert again[0].fingerprint == first.fingerprint
 
 
-def test_several_writers_leave_one_whole_entry(tokens: Path) -> None:
+def test_several_writers_leave_one_whole_entry(tokens):
     entry, examples = Entry(tokens / "x"), some(1000)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: entry.write(examples, ["said"]), range(16)))
@@ -104,9 +102,7 @@ def test_several_writers_leave_one_whole_entry(tokens: Path) -> None:
     assert entries(tokens) == [entry.path]
 
 
-def test_examples_that_are_not_cached(
-    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_examples_that_are_not_cached(tmp_path, tokens, monkeypatch):
     dated = CHATML_MARKED + "{{ strftime_now('%d') }}"
     load(tmp_path, CHAT, tiny_tokenizer(dated), max_length=None)
     load(tmp_path, tokenizer=ByT5Tokenizer(), add_eos=False)
@@ -115,7 +111,7 @@ def test_examples_that_are_not_cached(
     assert entries(tokens) == []
 
 
-def test_unwritable_cache_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_changes_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "file"))
     first = load(tmp_path)
@@ -123,7 +119,7 @@ def test_unwritable_cache_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert load(tmp_path).fingerprint == first.fingerprint
 
 
-def test_entries_used_longest_ago_make_room(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_used_longest_ago_make_room(tokens, monkeypatch):
     size = sum(getattr(some(1000), name).nbytes for name in ("ids", "trained", "offsets"))
     monkeypatch.setattr(token_cache, "MOST_BYTES", 3 * size + 4096)
     for index in range(4):
@@ -137,9 +133,7 @@ def test_entries_used_longest_ago_make_room(tokens: Path, monkeypatch: pytest.Mo
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such owners and modes")
 @pytest.mark.parametrize("how", ["owner", "mode", "link"])
 @pytest.mark.parametrize("name", [".", "entry.json", "ids.npy"])
-def test_entry_that_another_user_may_have_written_is_not_read(
-    name: str, how: str, tmp_path: Path, logged: list[str]
-) -> None:
+def test_entry_that_another_user_may_have_written_is_not_read(name, how, tmp_path, logged):
     entry = Entry(tmp_path / "entry")
     entry.write(some(3), ["a line"])
     assert entry.read() is not None

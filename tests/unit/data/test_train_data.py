@@ -458,9 +458,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(("stream", "shown"), [(Terminal(), True), (io.StringIO(), False)])
-def test_display_is_on_a_terminal_only_and_gone_at_the_end(
-    stream: io.StringIO, shown: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_display_is_on_a_terminal_only_and_gone_at_the_end(stream, shown, monkeypatch):
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setattr(train_data, "_QUIET_S", 0.0)
     monkeypatch.setenv("TERM", "xterm")
@@ -470,7 +468,7 @@ def test_display_is_on_a_terminal_only_and_gone_at_the_end(
     assert ("tokenising data.train: " in stream.getvalue()) == shown
 
 
-def test_quick_work_has_no_display(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_work_has_no_display(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
     with display("tokenising data.train") as show:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -88,7 +87,7 @@ def only(arrival: Any) -> torch.Tensor:
 
 
 @pytest.fixture(params=["cpu", "queued", "queued without bfloat16"])
-def device(request: pytest.FixtureRequest) -> Device:
+def device(request):
     if request.param == "cpu":
         return open_device("cpu")
     return QueuedDevice(at_once=True, bfloat16="without" not in request.param)
@@ -98,7 +97,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.spec.name)
-def test_unpack_tensor_as_it_is_and_give_its_buffer_back(kind: type[Body], device: Device) -> None:
+def test_unpack_tensor_as_it_is_and_give_its_buffer_back(kind, device):
     """On the CPU the tensor lies in the buffer, which goes back with it; elsewhere the buffer is
     free when the tensor is on its device."""
     sent = hidden()
@@ -115,7 +114,7 @@ def test_unpack_tensor_as_it_is_and_give_its_buffer_back(kind: type[Body], devic
     [(name, dtype) for name, codec in CODECS.items() for dtype in DTYPES if codec.supports(dtype)],
     ids=str,
 )
-def test_unpack_coded_tensor_into_own_memory(name: str, dtype: torch.dtype, device: Device) -> None:
+def test_unpack_coded_tensor_into_own_memory(name, dtype, device):
     codec, sent = CODECS[name], hidden(dtype)
     coded = Coded(name, tuple(sent.shape), str(dtype).removeprefix("torch."))
     message = boundary_message(Forward, INFO, 1, 0, *codec.encode(sent), coded=coded)
@@ -130,7 +129,7 @@ def test_unpack_coded_tensor_into_own_memory(name: str, dtype: torch.dtype, devi
 
 @needs("codecs")
 @pytest.mark.parametrize("codec", [None, "int8"])
-def test_only_the_computing_thread_copies_to_a_device_of_one_thread(codec: str | None) -> None:
+def test_only_the_computing_thread_copies_to_a_device_of_one_thread(codec):
     device, sent = OneThreadDevice(at_once=True), hidden()
     if codec is None:
         message, expected = boundary_message(Forward, INFO, 1, 0, sent), sent
@@ -147,7 +146,7 @@ def test_only_the_computing_thread_copies_to_a_device_of_one_thread(codec: str |
     assert torch.equal(arrived, expected)
 
 
-def test_inputs_for_a_device_of_one_thread_are_copied_by_that() -> None:
+def test_inputs_for_a_device_of_one_thread_are_copied_by_that():
     device = OneThreadDevice(at_once=True)
     inputs = {"labels": torch.tensor([[1, -100, 3]])}
     received = Received(wire_forms.inputs_message(INFO, 1, 0, wire_forms.pack_inputs(inputs)))
@@ -158,7 +157,7 @@ def test_inputs_for_a_device_of_one_thread_are_copied_by_that() -> None:
     assert torch.equal(moved["labels"], inputs["labels"])
 
 
-def test_unpack_inputs_into_memory_of_their_own(device: Device) -> None:
+def test_unpack_inputs_into_memory_of_their_own(device):
     inputs = {
         "labels": torch.tensor([[1, -100, 3]]),
         "attention_mask": torch.ones(1, 3, dtype=torch.int64),
@@ -173,7 +172,7 @@ def test_unpack_inputs_into_memory_of_their_own(device: Device) -> None:
         assert torch.equal(found[name], tensor)
 
 
-def test_unpack_leaves_other_messages_alone(device: Device) -> None:
+def test_unpack_leaves_other_messages_alone(device):
     received = Received(wire_forms.commit_message(Commit(3, 1, 1e-3, 1.0), {"embed": hidden()}))
     assert unpack(received.message, device) is None
     assert received.released == 0
@@ -190,7 +189,7 @@ def test_unpack_leaves_other_messages_alone(device: Device) -> None:
         ({"codec": "bf16"}, "1 tensors expected, got 2"),
     ],
 )
-def test_unpack_refuses_malformed_coded_tensors(change: dict[str, Any], text: str) -> None:
+def test_unpack_refuses_malformed_coded_tensors(change, text):
     sent = hidden()
     coded = replace(Coded("int8", tuple(sent.shape), "float32"), **change)
     message = boundary_message(Forward, INFO, 1, 0, *CODECS["int8"].encode(sent), coded=coded)
@@ -199,7 +198,7 @@ def test_unpack_refuses_malformed_coded_tensors(change: dict[str, Any], text: st
 
 
 @pytest.mark.parametrize("cause", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
-def test_unpack_without_memory_is_no_fault_of_the_link(cause: Exception) -> None:
+def test_unpack_without_memory_is_no_fault_of_the_link(cause):
     class Full(QueuedDevice):
         def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
             raise cause
@@ -214,18 +213,18 @@ def test_unpack_without_memory_is_no_fault_of_the_link(cause: Exception) -> None
 
 
 @pytest.fixture
-def failures() -> list[Exception]:
+def failures():
     return []
 
 
 @pytest.fixture
-def sender(failures: list[Exception]) -> Iterator[Sender]:
+def sender(failures):
     sender = Sender(failures.append, WAIT_S)
     yield sender
     sender.close()
 
 
-def test_sender_does_jobs_in_order_and_flush_waits_for_them(sender: Sender) -> None:
+def test_sender_does_jobs_in_order_and_flush_waits_for_them(sender):
     done: list[int] = []
     go = threading.Event()
 
@@ -242,7 +241,7 @@ def test_sender_does_jobs_in_order_and_flush_waits_for_them(sender: Sender) -> N
     assert done == list(range(20))
 
 
-def test_sender_that_hangs_does_not_hold_flush_up_for_ever(failures: list[Exception]) -> None:
+def test_sender_that_hangs_does_not_hold_flush_up_for_ever(failures):
     go = threading.Event()
     sender = Sender(failures.append, flush_timeout_s=0.01)
     sender.submit(lambda: bool(go.wait(WAIT_S)))
@@ -252,9 +251,7 @@ def test_sender_that_hangs_does_not_hold_flush_up_for_ever(failures: list[Except
     sender.close()
 
 
-def test_flush_waits_in_slices_so_that_ctrl_c_is_heard_on_windows(
-    sender: Sender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flush_waits_in_slices_so_that_ctrl_c_is_heard_on_windows(sender, monkeypatch):
     """There nothing interrupts a wait without an end (L13)."""
     waits: list[float | None] = []
     wait = threading.Event.wait
@@ -271,7 +268,7 @@ def test_flush_waits_in_slices_so_that_ctrl_c_is_heard_on_windows(
     assert all(wait is not None and wait <= 0.5 for wait in waits)
 
 
-def test_sender_goes_on_after_a_job_that_fails(sender: Sender, failures: list[Exception]) -> None:
+def test_sender_goes_on_after_a_job_that_fails(sender, failures):
     error, done = ProtocolError("too large"), []
 
     def fail() -> None:
@@ -284,14 +281,14 @@ def test_sender_goes_on_after_a_job_that_fails(sender: Sender, failures: list[Ex
     assert done == [1]
 
 
-def test_sender_without_a_job_has_no_thread(sender: Sender) -> None:
+def test_sender_without_a_job_has_no_thread(sender):
     before = threading.active_count()
     sender.flush()
     assert threading.active_count() == before
     sender.close()
 
 
-def test_sender_finishes_its_jobs_when_it_is_closed(sender: Sender) -> None:
+def test_sender_finishes_its_jobs_when_it_is_closed(sender):
     done: list[int] = []
     sender.submit(lambda: done.append(1))
     sender.close()
@@ -343,7 +340,7 @@ Opened = tuple[BoundaryIO, Wire]
 
 
 @pytest.fixture
-def opened(request: pytest.FixtureRequest) -> Iterator[Any]:
+def opened(request):
     """`opened(device, activations=..., gradients=..., awaited=...)`: the boundary I/O of a process
     with stage 1."""
     made: list[BoundaryIO] = []
@@ -359,7 +356,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Any]:
         io.close()
 
 
-def test_boundary_io_of_the_cpu_sends_in_the_computing_thread_without_copying(opened: Any) -> None:
+def test_boundary_io_of_the_cpu_sends_in_the_computing_thread_without_copying(opened):
     io, wire = opened(open_device("cpu"))
     tensor = hidden()
     io.send(Forward(3, 1, 2, 0), (tensor,))
@@ -375,7 +372,7 @@ def test_boundary_io_of_the_cpu_sends_in_the_computing_thread_without_copying(op
 
 @needs("codecs")
 @pytest.mark.parametrize("name", ["none", "bf16", "int8"])
-def test_boundary_io_sends_a_bundle_in_one_message(opened: Any, device: Device, name: str) -> None:
+def test_boundary_io_sends_a_bundle_in_one_message(opened, device, name):
     io, wire = opened(device, activations=name, gradients="none")
     sent = (hidden(), *sides())
     io.send(Forward(3, 1, 2, 1), sent)
@@ -396,7 +393,7 @@ def test_boundary_io_sends_a_bundle_in_one_message(opened: Any, device: Device, 
         ([SideForm(True)], "a gradient for a tensor of torch.int64"),
     ],
 )
-def test_a_bundle_that_contradicts_its_forms_is_refused(forms: list[SideForm], text: str) -> None:
+def test_a_bundle_that_contradicts_its_forms_is_refused(forms, text):
     body = Forward(3, 1, 1, 0, sides=tuple(forms) or None)
     message = Message(body, [to_wire(hidden()), to_wire(torch.arange(3))])
     with pytest.raises(ProtocolError, match=text):
@@ -407,9 +404,7 @@ def test_a_bundle_that_contradicts_its_forms_is_refused(forms: list[SideForm], t
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["none", "bf16", "int8"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.spec.name)
-def test_boundary_io_sends_encoded_tensors(
-    opened: Any, device: Device, kind: type[Body], name: str, dtype: torch.dtype
-) -> None:
+def test_boundary_io_sends_encoded_tensors(opened, device, kind, name, dtype):
     # The other direction has another codec.
     names = {"activations": "none", "gradients": "none"}
     names["activations" if kind is Forward else "gradients"] = name
@@ -431,14 +426,14 @@ def test_boundary_io_sends_encoded_tensors(
 
 
 @needs("codecs")
-def test_boundary_io_of_the_cpu_encodes_beside_the_computing_thread(opened: Any) -> None:
+def test_boundary_io_of_the_cpu_encodes_beside_the_computing_thread(opened):
     io, wire = opened(open_device("cpu"), activations="int8")
     io.send(Forward(3, 1, 2, 0), (hidden(),))
     io.flush()
     assert wire.threads == ["sender"]
 
 
-def test_boundary_io_of_a_device_waits_for_it_beside_the_computing_thread(opened: Any) -> None:
+def test_boundary_io_of_a_device_waits_for_it_beside_the_computing_thread(opened):
     """Handing over returns at once; the message goes when the device has come to its event, and
     not before another one that was handed over first."""
     device = QueuedDevice()
@@ -458,7 +453,7 @@ def test_boundary_io_of_a_device_waits_for_it_beside_the_computing_thread(opened
 
 
 @needs("codecs")
-def test_boundary_io_gives_copies_back_when_they_are_written_and_only_then(opened: Any) -> None:
+def test_boundary_io_gives_copies_back_when_they_are_written_and_only_then(opened):
     device = QueuedDevice(at_once=True)
     io, wire = opened(device, activations="int8")
     tensor = hidden()
@@ -475,7 +470,7 @@ def test_boundary_io_gives_copies_back_when_they_are_written_and_only_then(opene
     assert device.given_back == 4
 
 
-def test_boundary_io_sends_losses_after_earlier_tensors(opened: Any) -> None:
+def test_boundary_io_sends_losses_after_earlier_tensors(opened):
     """The loss of a micro-batch is sent after the tensors before it, and `flush` (ahead of
     GRADIENT_NORMS) waits for all of it."""
     device = QueuedDevice()
@@ -491,7 +486,7 @@ def test_boundary_io_sends_losses_after_earlier_tensors(opened: Any) -> None:
     assert device.given_back == 1  # the loss's; the others' are not written yet
 
 
-def test_boundary_io_that_does_not_await_losses_passes_them_on_as_they_are(opened: Any) -> None:
+def test_boundary_io_that_does_not_await_losses_passes_them_on_as_they_are(opened):
     device = QueuedDevice()
     io, wire = opened(device, awaited=False)
     loss = torch.tensor(0.5)
@@ -500,7 +495,7 @@ def test_boundary_io_that_does_not_await_losses_passes_them_on_as_they_are(opene
     assert device.events == []
 
 
-def test_boundary_io_reports_errors_of_sending(opened: Any) -> None:
+def test_boundary_io_reports_errors_of_sending(opened):
     """A frame that is too large, say, shows in the sender thread; the next one still goes."""
     device = QueuedDevice(at_once=True)
     io, wire = opened(device)
@@ -515,9 +510,7 @@ def test_boundary_io_reports_errors_of_sending(opened: Any) -> None:
 
 
 @needs("codecs")
-def test_out_of_memory_while_encoding_names_its_attempt(
-    opened: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_while_encoding_names_its_attempt(opened, monkeypatch):
     def encode(*args: object) -> None:
         raise MemoryError
 
@@ -531,7 +524,7 @@ def test_out_of_memory_while_encoding_names_its_attempt(
     assert error.message.startswith("FORWARD of micro-batch 0 to stage 2: memory ran out")
 
 
-def test_boundary_io_closes_its_thread(opened: Any) -> None:
+def test_boundary_io_closes_its_thread(opened):
     io, _ = opened(QueuedDevice(at_once=True))
     io.send(Forward(3, 1, 2, 0), (hidden(),))
     io.close()
@@ -546,7 +539,7 @@ def boundary(kind: type[Body], stage: int, step: int = 3) -> Message:
     return boundary_message(kind, info, stage, 0, hidden())
 
 
-def test_meter_takes_the_seconds_of_tensors_that_arrived() -> None:
+def test_meter_takes_the_seconds_of_tensors_that_arrived():
     meter = ArrivalMeter(Recorder(0))
     moved = meter.watch(2)
     moved("receive", boundary(Forward, 1), 0.0, 1.0)
@@ -559,7 +552,7 @@ def test_meter_takes_the_seconds_of_tensors_that_arrived() -> None:
     assert meter.take() == {"forward": {}, "backward": {}}
 
 
-def test_a_tensor_alone_takes_as_long_as_the_quickest_of_ten() -> None:
+def test_a_tensor_alone_takes_as_long_as_the_quickest_of_ten():
     shared = [(2.0, 100)] * 14  # two at once
     assert alone_s([*shared, (1.0, 100), (1.0, 100)]) == 1.0
     assert alone_s([(0.1, 100), (1.0, 100), *shared]) == 1.0  # one that lay in a buffer
@@ -568,7 +561,7 @@ def test_a_tensor_alone_takes_as_long_as_the_quickest_of_ten() -> None:
     assert alone_s([(1.0, 0)]) == 1.0
 
 
-def test_meter_feeds_the_timeline() -> None:
+def test_meter_feeds_the_timeline():
     recorder = Recorder(-1)
     recorder.begin(3)
     ArrivalMeter(recorder).watch(2)("receive", boundary(Forward, 1), 0.5, 1.5)
@@ -578,7 +571,7 @@ def test_meter_feeds_the_timeline() -> None:
 
 
 @pytest.mark.parametrize("device", [QueuedDevice(at_once=True), Device()], ids=["queued", "cpu"])
-def test_boundary_io_sends_what_is_beside_a_loss_from_the_cpu(opened: Any, device: Any) -> None:
+def test_boundary_io_sends_what_is_beside_a_loss_from_the_cpu(opened, device):
     io, wire = opened(device)
     io.outcome(INFO, 1, Outcome(torch.tensor(0.5), {"tokens": torch.tensor([7, 8])}))
     io.flush()

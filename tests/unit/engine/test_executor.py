@@ -5,7 +5,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Event
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from hetero_framework.core.spans import (
 )
 from hetero_framework.engine.executor import Executor
 from hetero_framework.engine.out_of_memory import StepOutOfMemory
-from hetero_framework.engine.schedule.readiness import BACKWARD_FIRST, Admission, Policy, Task
+from hetero_framework.engine.schedule.readiness import BACKWARD_FIRST, Admission, Task
 from hetero_framework.engine.schedule.simulator import Edge, Profile
 from hetero_framework.engine.schedule.step_schedule import StepSchedule
 from hetero_framework.engine.schedule.tuning import (
@@ -222,7 +222,7 @@ def run_all(executor: Executor) -> int:
 # ---- what is ready, in which order
 
 
-def test_forward_needs_both_inputs_and_hidden_states() -> None:
+def test_forward_needs_both_inputs_and_hidden_states():
     executor, sent, buffers = executor_of(FakeStage(1))
     assert not executor.run_next()
     executor.put_inputs(1, 0, INPUTS)
@@ -250,9 +250,7 @@ LOSS = ("loss", 0, 0.0)
     ],
     ids=["first", "middle", "behind frozen", "last", "only", "evaluated", "last evaluated"],
 )
-def test_a_micro_batch_leaves_a_stage_by_its_place(
-    stage: FakeStage, info: StepInfo, tasks: str, heads: list[tuple[Any, ...]]
-) -> None:
+def test_a_micro_batch_leaves_a_stage_by_its_place(stage, info, tasks, heads):
     executor, sent, buffers = executor_of(stage, info=info)
     feed(executor, stage.index, buffers, 1)
     for task in tasks.split():
@@ -264,7 +262,7 @@ def test_a_micro_batch_leaves_a_stage_by_its_place(
     assert set(buffers.released) <= {1}
 
 
-def test_micro_batches_run_in_ascending_order_for_any_arrival() -> None:
+def test_micro_batches_run_in_ascending_order_for_any_arrival():
     stage = FakeStage(1)
     executor, sent, buffers = executor_of(stage)
     for k in (2, 1):
@@ -282,7 +280,7 @@ def test_micro_batches_run_in_ascending_order_for_any_arrival() -> None:
     assert sent.heads == [(*head, k) for head in left for k in range(3)]
 
 
-def test_backward_goes_before_forward() -> None:
+def test_backward_goes_before_forward():
     stage = FakeStage(1)
     executor, _, buffers = executor_of(stage)
     feed(executor, 1, buffers, 2)
@@ -293,7 +291,7 @@ def test_backward_goes_before_forward() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_two_executors_under_random_timing_do_everything_once_and_in_order(seed: int) -> None:
+def test_two_executors_under_random_timing_do_everything_once_and_in_order(seed):
     """Stages 0 and 2 in one process, 1 and 3 in another, frames delivered in any order."""
     draw = random.Random(seed)
     stages = [FakeStage(k, first=k == 0, last=k == 3) for k in range(4)]
@@ -336,7 +334,7 @@ def planned(order_timeout_s: float, *lanes: tuple[str, int]) -> StepSchedule:
     return StepSchedule((8,) * 4, tasks=lanes, order_timeout_s=order_timeout_s)
 
 
-def test_the_planned_order_decides_among_ready_tasks() -> None:
+def test_the_planned_order_decides_among_ready_tasks():
     """Of two stages the deeper one first, and then forward before backward."""
     stages = [FakeStage(0, first=True), FakeStage(2)]
     executor, _ = make_executor(stages)
@@ -376,7 +374,7 @@ class Told(Residence):
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])
-def test_a_residence_hears_of_the_task_that_follows(is_ordered: bool) -> None:
+def test_a_residence_hears_of_the_task_that_follows(is_ordered):
     """By the order of the step, or, where there is none, by that of 1F1B with two in flight."""
     stage = FakeStage(1)
     stage.residence = told = Told()
@@ -399,7 +397,7 @@ def test_a_residence_hears_of_the_task_that_follows(is_ordered: bool) -> None:
     assert told.ended == len(told.tasks)
 
 
-def test_a_task_out_of_turn_waits_as_long_as_the_schedule_says() -> None:
+def test_a_task_out_of_turn_waits_as_long_as_the_schedule_says():
     stages = [FakeStage(0, first=True), FakeStage(2)]
     schedule = planned(1e9, (FORWARD, 2), (FORWARD, 0))
     executor, _, buffers = executor_of(*stages, schedule=schedule)
@@ -420,7 +418,7 @@ def test_a_task_out_of_turn_waits_as_long_as_the_schedule_says() -> None:
     assert executor.run_next()  # what has been waited for once is not again
 
 
-def test_a_busy_device_is_not_idle_while_others_wait_for_a_turn() -> None:
+def test_a_busy_device_is_not_idle_while_others_wait_for_a_turn():
     device, stages = QueuedDevice(), (FakeStage(0, first=True), FakeStage(2))
     schedule = planned(8.0, (FORWARD, 2), (FORWARD, 2), (FORWARD, 0))
     executor, _, buffers = executor_of(*stages, schedule=schedule, device=device)
@@ -434,7 +432,7 @@ def test_a_busy_device_is_not_idle_while_others_wait_for_a_turn() -> None:
     assert executor.waits_s > 7.0
 
 
-def test_planned_tasks_that_a_stage_lacks_are_not_waited_for() -> None:
+def test_planned_tasks_that_a_stage_lacks_are_not_waited_for():
     """The last stage does both as one; a stage in front of what is trained has no backwards."""
     frozen, last = FakeStage(0, first=True), FakeStage(2, last=True)
     frozen.differentiates = False
@@ -450,7 +448,7 @@ def test_planned_tasks_that_a_stage_lacks_are_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
-def test_stage_stores_no_more_forwards_than_it_may(in_flight: int) -> None:
+def test_stage_stores_no_more_forwards_than_it_may(in_flight):
     executor, sent, buffers = executor_of(FakeStage(1), schedule=StepSchedule((in_flight,) * 4))
     feed(executor, 1, buffers, 4)
     assert run_all(executor) == in_flight
@@ -462,7 +460,7 @@ def test_stage_stores_no_more_forwards_than_it_may(in_flight: int) -> None:
     assert executor.is_done
 
 
-def test_limit_of_each_stage_is_its_own() -> None:
+def test_limit_of_each_stage_is_its_own():
     stages, schedule = (FakeStage(0, first=True), FakeStage(2)), StepSchedule((3, 9, 1, 9))
     executor, sent, buffers = executor_of(*stages, schedule=schedule)
     for index in (0, 2):
@@ -471,7 +469,7 @@ def test_limit_of_each_stage_is_its_own() -> None:
     assert [m[1] for m in sent.messages].count(1) == 3
 
 
-def test_evaluation_and_stages_without_a_backward_store_nothing() -> None:
+def test_evaluation_and_stages_without_a_backward_store_nothing():
     for info, differentiates in ((EVALUATE, True), (TRAIN, False)):
         stage = FakeStage(1)
         stage.differentiates = differentiates
@@ -483,7 +481,7 @@ def test_evaluation_and_stages_without_a_backward_store_nothing() -> None:
 
 
 @pytest.mark.parametrize("role", ["middle", "last", "no backward"])
-def test_executor_is_done_with_the_last_task_of_the_last_micro_batch(role: str) -> None:
+def test_executor_is_done_with_the_last_task_of_the_last_micro_batch(role):
     stage = FakeStage(1, last=role == "last")
     stage.differentiates = role != "no backward"
     executor, _, buffers = executor_of(stage, info=replace(TRAIN, micro_batches=2))
@@ -499,7 +497,7 @@ def test_executor_is_done_with_the_last_task_of_the_last_micro_batch(role: str) 
     assert not executor.is_done
 
 
-def test_executor_with_several_stages_is_done_when_all_are() -> None:
+def test_executor_with_several_stages_is_done_when_all_are():
     executor, _, buffers = executor_of(*first_and_last(), info=replace(TRAIN, micro_batches=1))
     feed(executor, 0, buffers, 1)
     feed(executor, 3, buffers, 1)
@@ -513,7 +511,7 @@ def test_executor_with_several_stages_is_done_when_all_are() -> None:
 # ---- receive buffers
 
 
-def test_buffers_are_held_until_backward_and_given_back_once() -> None:
+def test_buffers_are_held_until_backward_and_given_back_once():
     """The stored forward may look into the receive buffer of its hidden states."""
     executor, _, buffers = executor_of(FakeStage(1))
     feed(executor, 1, buffers, 1)
@@ -531,7 +529,7 @@ def test_buffers_are_held_until_backward_and_given_back_once() -> None:
     [(TRAIN, False), (EVALUATE, False), (TRAIN, True)],
     ids=["train", "evaluate", "last"],
 )
-def test_result_that_lies_in_a_buffer_is_copied_before_it_goes(info: StepInfo, last: bool) -> None:
+def test_result_that_lies_in_a_buffer_is_copied_before_it_goes(info, last):
     stage = FakeStage(1, last=last)
     stage.in_place = True
     executor, sent, buffers = executor_of(stage, info=info)
@@ -545,7 +543,7 @@ def test_result_that_lies_in_a_buffer_is_copied_before_it_goes(info: StepInfo, l
 
 
 @pytest.mark.parametrize("end", ["abort", "begin"])
-def test_abort_and_begin_drop_everything_that_waits(end: str) -> None:
+def test_abort_and_begin_drop_everything_that_waits(end):
     stage = FakeStage(1)
     executor, sent, buffers = executor_of(stage)
     feed(executor, 1, buffers, 3)
@@ -566,7 +564,7 @@ def test_abort_and_begin_drop_everything_that_waits(end: str) -> None:
     assert sent.messages == []
 
 
-def test_begin_starts_over_with_micro_batch_zero() -> None:
+def test_begin_starts_over_with_micro_batch_zero():
     stage = FakeStage(0, first=True)
     executor, _, buffers = executor_of(stage)
     feed(executor, 0, buffers, 2)
@@ -591,9 +589,7 @@ def test_begin_starts_over_with_micro_batch_zero() -> None:
         (lambda e, a: e.put_gradient(1, 1, a), "BACKWARD of micro-batch 1 .* before its forward"),
     ],
 )
-def test_an_impossible_arrival_is_refused_and_changes_nothing(
-    wrong: Callable[[Executor, Arrival], None], text: str
-) -> None:
+def test_an_impossible_arrival_is_refused_and_changes_nothing(wrong, text):
     """Micro-batch 0 has been through, 1 waits for its forward."""
     stage = FakeStage(1)
     executor, sent, buffers = executor_of(stage)
@@ -612,7 +608,7 @@ def test_an_impossible_arrival_is_refused_and_changes_nothing(
     assert (k, float(hidden_BSD.max())) == (1, 1.0)
 
 
-def test_gradient_in_an_evaluation_is_refused() -> None:
+def test_gradient_in_an_evaluation_is_refused():
     executor, _, buffers = executor_of(FakeStage(1), info=EVALUATE)
     feed(executor, 1, buffers, 1)
     run_all(executor)
@@ -632,9 +628,7 @@ def test_gradient_in_an_evaluation_is_refused() -> None:
         (torch.OutOfMemoryError("CUDA out of memory"), StepOutOfMemory, "memory"),
     ],
 )
-def test_failure_says_which_stage_and_which_micro_batch(
-    cause: Exception, kind: type[HeteroError], text: str
-) -> None:
+def test_failure_says_which_stage_and_which_micro_batch(cause, kind, text):
     stage = FakeStage(1)
     executor, _, buffers = executor_of(stage)
     feed(executor, 1, buffers, 1)
@@ -646,7 +640,7 @@ def test_failure_says_which_stage_and_which_micro_batch(
     assert getattr(caught.value, "attempt", (3, 0)) == (TRAIN.step, TRAIN.attempt)
 
 
-def test_failure_that_speaks_to_the_user_is_left_alone() -> None:
+def test_failure_that_speaks_to_the_user_is_left_alone():
     stage = FakeStage(0, first=True)
     executor, _, _ = executor_of(stage)
     executor.put_inputs(0, 0, INPUTS)
@@ -655,7 +649,7 @@ def test_failure_that_speaks_to_the_user_is_left_alone() -> None:
         executor.run_next()
 
 
-def test_loss_that_is_still_a_tensor_is_handed_on_as_it_is() -> None:
+def test_loss_that_is_still_a_tensor_is_handed_on_as_it_is():
     stage, loss = FakeStage(1, last=True), torch.tensor(2.5)
     stage.evaluate = lambda *_: Outcome(loss)  # type: ignore[method-assign]
     executor, sent, buffers = executor_of(stage, info=EVALUATE)
@@ -664,7 +658,7 @@ def test_loss_that_is_still_a_tensor_is_handed_on_as_it_is() -> None:
     assert sent.messages[0][2] is loss
 
 
-def test_statistics_count_the_longest_queue_of_the_step() -> None:
+def test_statistics_count_the_longest_queue_of_the_step():
     executor, _, buffers = executor_of(FakeStage(1))
     feed(executor, 1, buffers, 3)
     run_all(executor)
@@ -677,7 +671,7 @@ def test_statistics_count_the_longest_queue_of_the_step() -> None:
     assert executor.statistics()[1] == StageFigures(0.0, 0.0, 0, 0, 0, 0.0, 0.0)
 
 
-def test_statistics_count_the_prefetch_misses_of_a_step() -> None:
+def test_statistics_count_the_prefetch_misses_of_a_step():
     stage = FakeStage(1)
     stage.residence = SimpleNamespace(misses=2, transfers=list, streams=False)
     executor, _, _ = executor_of(stage)
@@ -689,7 +683,7 @@ def test_statistics_count_the_prefetch_misses_of_a_step() -> None:
     assert executor.statistics()[1].prefetch_misses is None
 
 
-def test_statistics_tell_forward_from_backward() -> None:
+def test_statistics_tell_forward_from_backward():
     device = QueuedDevice(at_once=True)  # a second between two events
     executor, _, buffers = executor_of(*first_and_last(), device=device)
     feed(executor, 0, buffers, 3)
@@ -703,7 +697,7 @@ def test_statistics_tell_forward_from_backward() -> None:
     assert executor.statistics()[0].forward_s == 0.0  # of what came since
 
 
-def test_statistics_of_an_evaluation_count_the_last_stages_forwards() -> None:
+def test_statistics_of_an_evaluation_count_the_last_stages_forwards():
     device, stage = QueuedDevice(at_once=True), FakeStage(3, last=True)
     executor, _, buffers = executor_of(stage, info=EVALUATE, device=device)
     feed(executor, 3, buffers, 2)
@@ -712,7 +706,7 @@ def test_statistics_of_an_evaluation_count_the_last_stages_forwards() -> None:
     assert (figures.forward_s, figures.backward_s) == (2.0, 0.0)
 
 
-def test_recorder_gets_the_span_of_every_task() -> None:
+def test_recorder_gets_the_span_of_every_task():
     recorder = Recorder(-1)
     options = {"device": QueuedDevice(at_once=True), "recorder": recorder}
     executor, _, buffers = executor_of(*first_and_last(), **options)
@@ -732,7 +726,7 @@ def test_recorder_gets_the_span_of_every_task() -> None:
 # ---- a device that computes behind our back
 
 
-def test_device_falls_behind_by_two_tasks_at_most() -> None:
+def test_device_falls_behind_by_two_tasks_at_most():
     """So much is queued that it never idles, so little that an urgent task comes next but one."""
     device = QueuedDevice()
     executor, _, buffers = executor_of(FakeStage(0, first=True), device=device)
@@ -748,7 +742,7 @@ def test_device_falls_behind_by_two_tasks_at_most() -> None:
     assert device.log == [("wait", 1), ("wait", 3)]
 
 
-def test_time_of_a_task_ends_before_its_result_is_sent() -> None:
+def test_time_of_a_task_ends_before_its_result_is_sent():
     """Handing the result over may take a while; that is no time of the stage."""
     order: list[str] = []
 
@@ -765,7 +759,7 @@ def test_time_of_a_task_ends_before_its_result_is_sent() -> None:
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(-1, [(COMMIT, 1, 3)]), (0, [])])
-def test_commit_is_recorded_while_the_step_is(steps: int, expected: list[Any]) -> None:
+def test_commit_is_recorded_while_the_step_is(steps, expected):
     recorder, stage = Recorder(steps), FakeStage(1)
     device = QueuedDevice(at_once=True)
     executor, _, _ = executor_of(stage, device=device, recorder=recorder)
@@ -775,7 +769,7 @@ def test_commit_is_recorded_while_the_step_is(steps: int, expected: list[Any]) -
     assert [(span["kind"], span["stage"], span["step"]) for span in spans] == expected
 
 
-def test_visits_from_host_memory_are_recorded_with_their_step() -> None:
+def test_visits_from_host_memory_are_recorded_with_their_step():
     """Those of the commit too; not those of a step that is over, nor waits that were none."""
     recorder, stage, device = Recorder(1), FakeStage(1), QueuedDevice(at_once=True)
     noted: list[tuple[str, DeviceEvent, DeviceEvent]] = []
@@ -943,9 +937,7 @@ def executed_order(profile: Profile, m: int, schedule: TunedSchedule) -> dict[in
     ],
 )
 @pytest.mark.parametrize("limits", [2, 3, 9])
-def test_executor_runs_the_tasks_in_the_planned_order(
-    profile: Profile, policy: Policy | None, limits: int
-) -> None:
+def test_executor_runs_the_tasks_in_the_planned_order(profile, policy, limits):
     """Chained and interleaved stages, a relay, slow edges: the same times, the same order."""
     m, in_flight_limits = 12, (limits,) * profile.num_stages
     policy = due_dates(profile, m, 0.2) if policy is None else policy

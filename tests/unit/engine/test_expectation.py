@@ -65,7 +65,7 @@ def frame(
     return message.body, message.shapes, message.payload_bytes
 
 
-def test_an_awaited_tensor_is_accepted_once() -> None:
+def test_an_awaited_tensor_is_accepted_once():
     awaited = made()
     awaited.inputs(1, 1, 0, {"input_ids": (2, 7), "labels": (2, 7)})
     awaited.check(*frame(Forward, HIDDEN))
@@ -75,7 +75,7 @@ def test_an_awaited_tensor_is_accepted_once() -> None:
     awaited.check(*frame(Forward, HIDDEN, stage=3))
 
 
-def test_tensors_must_match_the_size_of_their_micro_batch() -> None:
+def test_tensors_must_match_the_size_of_their_micro_batch():
     awaited = made()
     for k in (0, 1):
         awaited.inputs(1, 1, k, {"attention_mask": (2, 7)})
@@ -96,13 +96,13 @@ def test_tensors_must_match_the_size_of_their_micro_batch() -> None:
         ({"attempt": 2, "stage": 2}, "not held here"),
     ],
 )
-def test_a_tensor_that_no_stage_awaits_is_refused(change: dict[str, int], text: str) -> None:
+def test_a_tensor_that_no_stage_awaits_is_refused(change, text):
     with pytest.raises(ProtocolError, match=text):
         made().check(*frame(Forward, HIDDEN, **change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("attempt", [0, 1, 2])
-def test_a_frame_larger_than_any_boundary_is_refused(attempt: int) -> None:
+def test_a_frame_larger_than_any_boundary_is_refused(attempt):
     large = torch.zeros(2, 8, 4)
     text = f"FORWARD of micro-batch 0 for stage 1 has {large.nbytes} bytes; at most {MOST} cross"
     with pytest.raises(ProtocolError, match=f"^{text}"):
@@ -113,7 +113,7 @@ def test_a_frame_larger_than_any_boundary_is_refused(attempt: int) -> None:
 
 
 @needs("codecs")
-def test_bytes_once_decoded_count_too() -> None:
+def test_bytes_once_decoded_count_too():
     shape = (2, 8, 4)
     parts = CODECS["int8"].encode(torch.zeros(shape))
     coded = Coded("int8", shape, "float32")
@@ -126,7 +126,7 @@ def test_bytes_once_decoded_count_too() -> None:
         made().check(*frame(Forward, *parts, coded=Coded("int8", (1, 8, 4), "float32")))
 
 
-def test_gradients_match_the_sent_tensors_and_come_after_them() -> None:
+def test_gradients_match_the_sent_tensors_and_come_after_them():
     awaited = made()
     side = torch.zeros(2, 3, requires_grad=True)
     with pytest.raises(ProtocolError, match=r"^BACKWARD of .* stage 1 came before its forward"):
@@ -144,7 +144,7 @@ def test_gradients_match_the_sent_tensors_and_come_after_them() -> None:
     awaited.check(*frame(Backward, HIDDEN[:, :6], side.detach(), k=1, sides=forms))
 
 
-def test_tensors_of_later_steps_wait_beyond_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_later_steps_wait_beyond_a_few(monkeypatch):
     awaited = made(attempt=1)
     for k in range(expectation._MOST_EARLY):
         awaited.check(*frame(Forward, HIDDEN, attempt=2, k=k))
@@ -170,7 +170,7 @@ def test_tensors_of_later_steps_wait_beyond_a_few(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("ends", ["closed", "too late"])
-def test_a_tensor_without_its_step_is_refused(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_without_its_step_is_refused(ends, monkeypatch):
     awaited = made()
     for k in range(expectation._MOST_EARLY):
         awaited.check(*frame(Forward, HIDDEN, attempt=2, k=k))
@@ -183,7 +183,7 @@ def test_a_tensor_without_its_step_is_refused(ends: str, monkeypatch: pytest.Mon
         awaited.check(*frame(Forward, HIDDEN, attempt=2, k=4))
 
 
-def test_readers_hear_of_steps_and_inputs_before_the_computing_thread() -> None:
+def test_readers_hear_of_steps_and_inputs_before_the_computing_thread():
     awaited = made()
     step = Step(0, 2, True, 2, 1, 1.0, False, 0, (1, 1, 1, 1), (), (), (), 0.0, ())
     awaited.hear(Message(step))
@@ -198,14 +198,14 @@ def test_readers_hear_of_steps_and_inputs_before_the_computing_thread() -> None:
     awaited.check(*frame(Forward, HIDDEN, attempt=1))
 
 
-def test_size_of_a_micro_batch_is_that_of_its_first_known_input() -> None:
+def test_size_of_a_micro_batch_is_that_of_its_first_known_input():
     assert rows_and_tokens({"input_ids": (5, 5), "labels": (2, 7)}) == (2, 7)
     assert rows_and_tokens({"labels": (2, 7), "attention_mask": (2, 8, 1)}) == (2, 8)
     assert rows_and_tokens({"input_ids": (5, 5)}) is None
     assert rows_and_tokens({"labels": (5,)}) is None
 
 
-def test_gradient_of_an_integer_is_refused_by_the_header() -> None:
+def test_gradient_of_an_integer_is_refused_by_the_header():
     body, shapes, _ = frame(
         Forward, HIDDEN, torch.zeros(2, dtype=torch.int64), sides=(SideForm(True),)
     )

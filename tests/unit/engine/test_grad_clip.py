@@ -33,7 +33,7 @@ def reports(grads: dict[str, torch.Tensor]) -> list[GradientReport]:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("max_norm", [0.5, 1.0, 1e6])
-def test_norm_and_clipping_are_torchs_to_the_bit(seed: int, max_norm: float) -> None:
+def test_norm_and_clipping_are_torchs_to_the_bit(seed, max_norm):
     grads = gradients(seed)
     names = [name for name, _ in sorted(itertools.chain(*NAMES), key=lambda entry: entry[1])]
     parameters = [torch.nn.Parameter(torch.zeros(37, 11)) for _ in names]
@@ -49,7 +49,7 @@ def test_norm_and_clipping_are_torchs_to_the_bit(seed: int, max_norm: float) -> 
         assert torch.equal(ours, parameter.grad)
 
 
-def test_global_norm_does_not_depend_on_the_cut() -> None:
+def test_global_norm_does_not_depend_on_the_cut():
     flat = sorted((p for stage in NAMES for p in stage), key=lambda p: p[1])
     for seed in range(20):
         grads = gradients(seed)
@@ -62,12 +62,12 @@ def test_global_norm_does_not_depend_on_the_cut() -> None:
         assert len(norms) == 1
 
 
-def test_model_order_keeps_a_stages_order_among_equal_ranks() -> None:
+def test_model_order_keeps_a_stages_order_among_equal_ranks():
     cut = [[("a", (1,)), ("b", (1,))], [("c", (0,)), ("d", (1,))]]
     assert ModelOrder(cut)._order.tolist() == [2, 0, 1, 3]
 
 
-def test_model_order_of_a_frozen_model_has_norm_zero() -> None:
+def test_model_order_of_a_frozen_model_has_norm_zero():
     empty = GradientReport(torch.zeros(0))
     assert float(ModelOrder([[], []]).global_norm([empty, empty])) == 0.0
 
@@ -75,14 +75,12 @@ def test_model_order_of_a_frozen_model_has_norm_zero() -> None:
 @pytest.mark.parametrize(
     ("norm", "most", "factor"), [(1e9, 0.0, 1.0), (0.5, 1.0, 1.0), (2.0, 1.0, pytest.approx(0.5))]
 )
-def test_clip_factor_never_enlarges_and_zero_means_never(
-    norm: float, most: float, factor: float
-) -> None:
+def test_clip_factor_never_enlarges_and_zero_means_never(norm, most, factor):
     assert clip_factor(torch.tensor(norm), most) == factor
 
 
 @pytest.mark.parametrize("norms", [torch.zeros(2), torch.zeros(0), torch.zeros(3).half()])
-def test_stage_that_reports_other_parameters_than_it_has_is_named(norms: torch.Tensor) -> None:
+def test_stage_that_reports_other_parameters_than_it_has_is_named(norms):
     """A longer vector would shift the norms of all stages behind it."""
     found = reports(gradients(0))
     found[1] = GradientReport(norms)

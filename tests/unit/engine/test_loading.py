@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,25 +46,23 @@ def config(dtype: str = "float32", **training: Any) -> Config:
         (config(bf16=True), "training.bf16"),
     ],
 )
-def test_a_type_that_a_device_lacks_is_refused_before_loading(chosen: Config, setting: str) -> None:
+def test_a_type_that_a_device_lacks_is_refused_before_loading(chosen, setting):
     with pytest.raises(DeviceError, match=f"Old GPU cannot compute in bfloat16 .{setting}"):
         check_types(chosen, Old(emulates=False))
 
 
-def test_an_emulated_dtype_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_emulated_dtype_is_reported(caplog):
     check_types(config(bf16=True), Old(emulates=True))
     assert "training.bf16 is emulated on Old GPU" in caplog.text
 
 
 @pytest.mark.parametrize("chosen", [config(), config(fp16=True)])
-def test_types_that_the_device_has_pass(chosen: Config) -> None:
+def test_types_that_the_device_has_pass(chosen):
     check_types(chosen, Old(emulates=False))
 
 
 @pytest.mark.parametrize("adapter", [None, {"r": 2}], ids=["full", "lora"])
-def test_memory_of_stages_is_freed_when_they_are_taken_apart(
-    adapter: dict[str, Any] | None, tmp_path: Path
-) -> None:
+def test_memory_of_stages_is_freed_when_they_are_taken_apart(adapter, tmp_path):
     """Also while somebody holds the stages: an assembly goes when the collector comes by."""
     model = {"name_or_path": str(save_llama(tmp_path / "model", layers=2))}
     made = config_for(("local", 2), model=model, adapter=adapter)
@@ -89,7 +86,7 @@ def test_memory_of_stages_is_freed_when_they_are_taken_apart(
         gc.enable()
 
 
-def test_a_model_that_does_not_fit_is_told_with_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_told_with_its_layers(monkeypatch):
     def load(*args: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

@@ -10,7 +10,7 @@ from hetero_framework.engine.loss_scale import LossScale
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_loss_scale_follows_torchs_grad_scaler(seed: int) -> None:
+def test_the_loss_scale_follows_torchs_grad_scaler(seed):
     draw = random.Random(seed)
     scaler = torch.amp.GradScaler("cpu")
     parameter = torch.nn.Parameter(torch.zeros(1))
@@ -31,7 +31,7 @@ def test_the_loss_scale_follows_torchs_grad_scaler(seed: int) -> None:
     assert len(seen) > 2
 
 
-def test_the_loss_scale_stays_1_without_fp16() -> None:
+def test_the_loss_scale_stays_1_without_fp16():
     scale = LossScale.for_training(fp16=False)
     for finite in (True, False, True):
         scale = scale.after(finite)
@@ -39,7 +39,7 @@ def test_the_loss_scale_stays_1_without_fp16() -> None:
     assert not scale.active
 
 
-def test_the_loss_scale_does_not_switch_itself_off() -> None:
+def test_the_loss_scale_does_not_switch_itself_off():
     scale = LossScale(4.0)
     for _ in range(5):
         scale = scale.after(finite=False)
@@ -55,5 +55,5 @@ def test_the_loss_scale_does_not_switch_itself_off() -> None:
         (2.0, [1.0], False),  # nothing is left to halve
     ],
 )
-def test_overflows_that_scales_explain(value: float, losses: list[float], explained: bool) -> None:
+def test_overflows_that_scales_explain(value, losses, explained):
     assert LossScale(value).explains(losses) == explained

@@ -53,9 +53,7 @@ def trainer(model: PreTrainedModel, folder: Path, **arguments: Any) -> Trainer:
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
-def test_schedule_is_the_trainers_at_every_step(
-    kind: str, kwargs: dict[str, Any], warmup_steps: float, tmp_path: Path
-) -> None:
+def test_schedule_is_the_trainers_at_every_step(kind, kwargs, warmup_steps, tmp_path):
     settings = {"learning_rate": 3e-4, "lr_scheduler_type": kind, "lr_scheduler_kwargs": kwargs}
     reference = trainer(tiny_llama(32), tmp_path, warmup_steps=warmup_steps, **settings)
     schedule = LearningRate(TrainingConfig(warmup_steps=warmup_steps, **settings), STEPS)
@@ -65,14 +63,14 @@ def test_schedule_is_the_trainers_at_every_step(
         reference.lr_scheduler.step()
 
 
-def test_schedule_warmup_ratio_is_a_share_of_all_steps() -> None:
+def test_schedule_warmup_ratio_is_a_share_of_all_steps():
     a = LearningRate(TrainingConfig(warmup_ratio=0.11), STEPS)
     b = LearningRate(TrainingConfig(warmup_steps=3), STEPS)
     assert [a.rate(step) for step in range(STEPS)] == [b.rate(step) for step in range(STEPS)]
 
 
 @pytest.mark.parametrize("kind", ["cosine", "polynomial"])  # of our own, and transformers'
-def test_schedule_at_any_step_is_that_of_walking_there(kind: str) -> None:
+def test_schedule_at_any_step_is_that_of_walking_there(kind):
     training = TrainingConfig(lr_scheduler_type=kind, warmup_steps=4)
     walked, jumping = LearningRate(training, STEPS), LearningRate(training, STEPS)
     rates = [walked.rate(step) for step in range(STEPS)]
@@ -87,7 +85,7 @@ def test_schedule_at_any_step_is_that_of_walking_there(kind: str) -> None:
         {"lr_scheduler_type": "warmup_stable_decay"},
     ],
 )
-def test_schedule_with_wrong_arguments_is_a_config_error(settings: dict[str, Any]) -> None:
+def test_schedule_with_wrong_arguments_is_a_config_error(settings):
     with pytest.raises(ConfigError, match=r"training\.lr_scheduler_type"):
         LearningRate(TrainingConfig(**settings), STEPS)
 
@@ -110,7 +108,7 @@ OPTIMIZERS: dict[str, str | None] = {
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(request, tmp_path_factory):
     """Tied and not; all matrices, embeddings too, are large enough for an 8-bit optimizer."""
     sizes = {"n_positions": 64} if request.param == "gpt2" else {}
     return save_model(tmp_path_factory.mktemp("model"), request.param, **sizes)
@@ -118,9 +116,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-def test_stages_step_as_the_trainers_optimizer_does(
-    optim: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_step_as_the_trainers_optimizer_does(optim, saved, tmp_path, monkeypatch):
     # Its exceptions, by positions in an optimizer, outlive the Trainer that wrote them.
     monkeypatch.setattr(bitsandbytes.optim.GlobalOptimManager, "_instance", None)
     settings: dict[str, Any] = {
@@ -150,14 +146,14 @@ def test_stages_step_as_the_trainers_optimizer_does(
         assert torch.equal(own[name], parameter), name
 
 
-def test_build_optimizer_of_a_stage_without_decayed_parameters_has_one_group() -> None:
+def test_build_optimizer_of_a_stage_without_decayed_parameters_has_one_group():
     model = tiny_llama(32)
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     optimizer = build_optimizer(TrainingConfig(weight_decay=0.1), model, norms)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0]
 
 
-def test_build_optimizer_that_is_not_installed_is_a_config_error() -> None:
+def test_build_optimizer_that_is_not_installed_is_a_config_error():
     with pytest.raises(ConfigError, match="adamw_anyprecision"):
         build_optimizer(TrainingConfig(optim="adamw_anyprecision"), nn.Linear(2, 2), [])
 
@@ -199,9 +195,7 @@ def make_optimizer(net: Net, **settings: Any) -> tuple[torch.optim.Optimizer, di
     ],
     ids=["adamw", "adamw-fused", "adafactor", "sgd-momentum", "sgd", "adamw-8bit"],
 )
-def test_state_goes_to_another_process_and_training_continues_to_the_bit(
-    settings: dict[str, Any], entries: set[str]
-) -> None:
+def test_state_goes_to_another_process_and_training_continues_to_the_bit(settings, entries):
     net = Net()
     optimizer, names = make_optimizer(net, **settings)
     for seed in range(3):
@@ -227,7 +221,7 @@ def test_state_goes_to_another_process_and_training_continues_to_the_bit(
         assert torch.equal(parameter, copy.get_parameter(name))
 
 
-def test_state_is_empty_before_the_first_step() -> None:
+def test_state_is_empty_before_the_first_step():
     net = Net()
     optimizer, names = make_optimizer(net, optim="adamw_torch")
     assert state_tensors(optimizer, names) == {}

@@ -184,7 +184,7 @@ def step(pipeline: Pipeline, info: StepInfo) -> list[float]:
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3, 9])
-def test_run_keeps_to_max_in_flight_and_gives_losses_in_order(max_in_flight: int) -> None:
+def test_run_keeps_to_max_in_flight_and_gives_losses_in_order(max_in_flight):
     pipeline, worker, stage = make()
     pipeline.begin(INFO, replace(SCHEDULE, max_in_flight=max_in_flight))
     assert pipeline.run(BATCHES) == [10.0, 11.0, 12.0, 13.0]
@@ -192,7 +192,7 @@ def test_run_keeps_to_max_in_flight_and_gives_losses_in_order(max_in_flight: int
     assert [call[1] for call in stage.calls if call[0] == "backward"] == [0, 1, 2, 3]
 
 
-def test_every_process_gets_the_part_of_the_order_that_is_its_own() -> None:
+def test_every_process_gets_the_part_of_the_order_that_is_its_own():
     pipeline, links, _ = make()
     lanes = [(FORWARD, 0), (FORWARD, 1), (BACKWARD, 0)]
     transfers = (Transfer((FORWARD, 1)), Transfer((BACKWARD, 0))) * 4
@@ -208,7 +208,7 @@ def test_every_process_gets_the_part_of_the_order_that_is_its_own() -> None:
     assert len(pipeline.run(BATCHES)) == 4
 
 
-def test_a_task_that_waits_for_anothers_turn_runs_when_it_has_waited_enough() -> None:
+def test_a_task_that_waits_for_anothers_turn_runs_when_it_has_waited_enough():
     """Nothing arrives meanwhile that would wake the computing thread."""
     pipeline, links, _ = make()
     tasks = ((BACKWARD, 0), (FORWARD, 0))
@@ -229,20 +229,20 @@ def test_a_task_that_waits_for_anothers_turn_runs_when_it_has_waited_enough() ->
     assert max(waited) <= 0.05 + 1e-9  # the clock has large numbers
 
 
-def test_run_of_an_evaluation_ends_with_the_losses() -> None:
+def test_run_of_an_evaluation_ends_with_the_losses():
     pipeline, _, stage = make()
     pipeline.begin(replace(INFO, train=False), SCHEDULE)
     assert pipeline.run(BATCHES) == [10.0, 11.0, 12.0, 13.0]
     assert not any(call[0] == "backward" for call in stage.calls)
 
 
-def test_a_stage_is_sent_only_the_inputs_it_needs() -> None:
+def test_a_stage_is_sent_only_the_inputs_it_needs():
     pipeline, worker, _ = make()
     step(pipeline, INFO)
     assert [message.body.names for message in worker.kinds(Inputs)] == [("labels",)] * 4
 
 
-def test_report_gradients_takes_reports_that_came_by_themselves() -> None:
+def test_report_gradients_takes_reports_that_came_by_themselves():
     pipeline, _, _ = make()
     pipeline.begin(INFO, SCHEDULE)
     pipeline.run(BATCHES)
@@ -255,7 +255,7 @@ def test_report_gradients_takes_reports_that_came_by_themselves() -> None:
     assert pipeline.direct_bytes == {"local": 0, 7: 5}
 
 
-def test_last_stages_sums_come_before_the_firsts_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_stages_sums_come_before_the_firsts_backward(monkeypatch):
     """Its worker has no gradient for the first stage before it has the sums."""
     pipeline, worker, stage = make(step_timeout_s=1.0)
     post, send, held = worker.post, worker.send, []
@@ -285,7 +285,7 @@ def test_last_stages_sums_come_before_the_firsts_backward(monkeypatch: pytest.Mo
     assert stage.calls[-1] == ("load_state", "gradients")
 
 
-def test_a_worker_that_does_not_take_its_sums_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_does_not_take_its_sums_is_named(monkeypatch):
     pipeline, worker, _ = make(step_timeout_s=0.1)
     monkeypatch.setattr(worker, "answers", False)
     pipeline.begin(replace(INFO, micro_batches=0, summed=True), SCHEDULE, Group("last"))
@@ -310,15 +310,13 @@ def test_a_worker_that_does_not_take_its_sums_is_named(monkeypatch: pytest.Monke
         (30.0, [1.0] * 3, 30.0),
     ],
 )
-def test_steps_say_how_long_nothing_may_move_within_the_setting(
-    step_timeout_s: float, step_s: list[float], stall_s: float
-) -> None:
+def test_steps_say_how_long_nothing_may_move_within_the_setting(step_timeout_s, step_s, stall_s):
     pipeline, _, _ = make(step_timeout_s)
     pipeline._step_s.extend(step_s)
     assert pipeline._stall_s == stall_s
 
 
-def test_commit_is_not_awaited_and_may_be_confirmed_in_the_next_step() -> None:
+def test_commit_is_not_awaited_and_may_be_confirmed_in_the_next_step():
     pipeline, worker, stage = make()
     step(pipeline, INFO)
     pipeline.commit(1e-3, 0.5, no_recovery)
@@ -335,8 +333,8 @@ def test_commit_is_not_awaited_and_may_be_confirmed_in_the_next_step() -> None:
 
 @pytest.mark.parametrize(("limit", "in_parts"), [(8, False), (7, True)])
 def test_new_weights_that_are_too_many_for_a_frame_go_before_the_next_step(
-    limit: int, in_parts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    limit, in_parts, monkeypatch
+):
     monkeypatch.setattr(state_snapshot, "STATE_PART_BYTES", limit)
     pipeline, worker, stage = make(tied={"x": "a", "y": "b"})
     weights = {"a": torch.ones(1), "b": torch.ones(1)}
@@ -353,7 +351,7 @@ def test_new_weights_that_are_too_many_for_a_frame_go_before_the_next_step(
     assert len(worker.kinds(LoadState)) == len(loaded)  # once
 
 
-def test_drain_commits_waits_for_the_last_commit_and_not_for_an_older_one() -> None:
+def test_drain_commits_waits_for_the_last_commit_and_not_for_an_older_one():
     pipeline, worker, _ = make(step_timeout_s=-1.0)
     step(pipeline, INFO)
     pipeline.commit(1e-3, 0.5, no_recovery)
@@ -367,7 +365,7 @@ def test_drain_commits_waits_for_the_last_commit_and_not_for_an_older_one() -> N
     pipeline.drain_commits()
 
 
-def test_a_long_snapshot_is_requested_as_of_its_first_step() -> None:
+def test_a_long_snapshot_is_requested_as_of_its_first_step():
     pipeline, worker, _ = make()
     step(pipeline, INFO)
     pipeline.commit(1e-3, 0.5, no_recovery)
@@ -379,7 +377,7 @@ def test_a_long_snapshot_is_requested_as_of_its_first_step() -> None:
     assert {message.body.step for message in worker.kinds(StateRequest)} == {0}
 
 
-def test_commit_over_a_broken_link_is_repeated_when_it_is_mended() -> None:
+def test_commit_over_a_broken_link_is_repeated_when_it_is_mended():
     pipeline, worker, stage = make()
     step(pipeline, INFO)
     lost: list[LinkLost] = []
@@ -398,7 +396,7 @@ def test_commit_over_a_broken_link_is_repeated_when_it_is_mended() -> None:
     assert len(worker.kinds(Commit)) == 2
 
 
-def test_messages_of_an_attempt_that_is_over_are_dropped() -> None:
+def test_messages_of_an_attempt_that_is_over_are_dropped():
     pipeline, worker, _ = make()
     pipeline.begin(INFO, SCHEDULE)
     for k in range(4):
@@ -407,7 +405,7 @@ def test_messages_of_an_attempt_that_is_over_are_dropped() -> None:
     assert pipeline.run(BATCHES) == [10.0, 11.0, 12.0, 13.0]
 
 
-def test_abort_drops_earlier_reports() -> None:
+def test_abort_drops_earlier_reports():
     pipeline, worker, stage = make(step_timeout_s=-1.0)
     pipeline.begin(INFO, SCHEDULE)
     pipeline.run(BATCHES)
@@ -420,7 +418,7 @@ def test_abort_drops_earlier_reports() -> None:
         pipeline.report_gradients()
 
 
-def test_a_stalled_run_names_the_open_micro_batches() -> None:
+def test_a_stalled_run_names_the_open_micro_batches():
     pipeline, worker, _ = make(step_timeout_s=-1.0)
     worker.answers = False
     pipeline.begin(INFO, SCHEDULE)
@@ -428,7 +426,7 @@ def test_a_stalled_run_names_the_open_micro_batches() -> None:
         pipeline.run(BATCHES)
 
 
-def test_failure_of_the_sending_thread_ends_the_run() -> None:
+def test_failure_of_the_sending_thread_ends_the_run():
     pipeline, worker, _ = make()
     pipeline.begin(INFO, SCHEDULE)
     worker.failed(HeteroError("too large"))
@@ -438,7 +436,7 @@ def test_failure_of_the_sending_thread_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize("error", [ProtocolError, NumericError])
-def test_what_the_last_stage_gave_is_told_with_the_name_of_its_process(error: Any) -> None:
+def test_what_the_last_stage_gave_is_told_with_the_name_of_its_process(error):
     pipeline = make()[0]
     with (
         pytest.raises(error, match=r"^worker 7: no numbers") as raised,
@@ -518,7 +516,7 @@ class Case:
         return self.host.loaded
 
 
-def test_the_group_is_told_the_end_once_all_stages_have_given() -> None:
+def test_the_group_is_told_the_end_once_all_stages_have_given():
     case = Case({0: ["a"], 1: ["b"]})
     assert case.give(part(1, "b"))
     assert not case.give()
@@ -529,7 +527,7 @@ def test_the_group_is_told_the_end_once_all_stages_have_given() -> None:
     assert (case.group.given, case.group.ended) == (["b", "a"], 1)
 
 
-def test_sums_of_a_stage_come_once_the_last_stage_first() -> None:
+def test_sums_of_a_stage_come_once_the_last_stage_first():
     case = Case({0: ["a"], 1: ["b", "c"], 2: []}, "a", "b", "c")
     case.give(part(0, "a"), part(1, "b", "c"), part(2))
     assert not case.summing.is_done
@@ -539,7 +537,7 @@ def test_sums_of_a_stage_come_once_the_last_stage_first() -> None:
     assert not case.summing.load()
 
 
-def test_sums_of_a_ready_stage_do_not_wait_for_a_later_stage() -> None:
+def test_sums_of_a_ready_stage_do_not_wait_for_a_later_stage():
     case = Case({0: ["a"], 1: ["b"]}, "a")
     case.give(part(0, "a"), part(1, "b"))
     assert case.load_all() == [(0, ["a"])]
@@ -548,7 +546,7 @@ def test_sums_of_a_ready_stage_do_not_wait_for_a_later_stage() -> None:
     assert case.load_all() == [(0, ["a"]), (1, ["b"])]
 
 
-def test_sums_are_taken_over_when_the_host_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_taken_over_when_the_host_says_so(monkeypatch):
     monkeypatch.setattr(state_snapshot, "STATE_PART_BYTES", 4)
     case = Case({0: ["a", "b"]}, "a", "b")
     case.give(part(0, "a", "b"))
@@ -565,7 +563,7 @@ def test_sums_are_taken_over_when_the_host_says_so(monkeypatch: pytest.MonkeyPat
     assert case.summing.is_done
 
 
-def test_sums_are_requested_after_all_gradients_of_a_stage() -> None:
+def test_sums_are_requested_after_all_gradients_of_a_stage():
     case = Case({0: ["a", "b"]}, "a", "b")
     case.summing.take(part(0, "a", last=False))
     case.give(part(0, last=False))
@@ -577,7 +575,7 @@ def test_sums_are_requested_after_all_gradients_of_a_stage() -> None:
 
 
 @pytest.mark.parametrize("ended", [ReplicasChanged("b is gone"), ProtocolError("not so")])
-def test_an_error_within_a_task_is_raised_after_the_task(ended: Exception) -> None:
+def test_an_error_within_a_task_is_raised_after_the_task(ended):
     case = Case({0: ["a", "b"]})
     case.group.fails = ended
     case.summing.take(part(0, "a", last=False))
@@ -586,13 +584,13 @@ def test_an_error_within_a_task_is_raised_after_the_task(ended: Exception) -> No
         case.summing.give()
 
 
-def test_a_tied_head_is_summed_at_a_stage_that_does_not_train_it() -> None:
+def test_a_tied_head_is_summed_at_a_stage_that_does_not_train_it():
     case = Case({0: ["embed"], 1: []}, "embed", "head")
     case.give(part(0, "embed"), part(1, "head"))
     assert case.load_all()[0] == (1, ["head"])
 
 
-def test_parameters_without_gradient_here_are_requested_too() -> None:
+def test_parameters_without_gradient_here_are_requested_too():
     """Another replica may have one."""
     case = Case({0: ["a", "b"]}, "a", "b")
     case.give(part(0, "b"))
@@ -600,7 +598,7 @@ def test_parameters_without_gradient_here_are_requested_too() -> None:
     assert case.group.asked == [("a", "b")]
 
 
-def test_receive_buffers_are_given_back() -> None:
+def test_receive_buffers_are_given_back():
     released: list[int] = []
     case = Case({0: ["a"]})
     case.give(part(0, "a", release=lambda: released.append(1)))

@@ -85,7 +85,7 @@ def part(stage: int, number: int, *, last: bool = False) -> Message:
     return wire_forms.part_message(State, stage, "checkpoint", number, found)
 
 
-def test_question_is_sent_once_over_each_link() -> None:
+def test_question_is_sent_once_over_each_link():
     host, links = made()
     assert not host.abort()
     assert not host.abort()
@@ -97,7 +97,7 @@ def test_question_is_sent_once_over_each_link() -> None:
     assert host.abort()
 
 
-def test_state_is_the_part_that_was_asked_for_and_no_other() -> None:
+def test_state_is_the_part_that_was_asked_for_and_no_other():
     host, links = made()
     assert host.state(1, "checkpoint", 0, 2) is None
     host.receive(part(3, 0), None)  # of a question that was given up
@@ -108,7 +108,7 @@ def test_state_is_the_part_that_was_asked_for_and_no_other() -> None:
     assert links.sent == [StateRequest(1, "checkpoint", 0, 2)]
 
 
-def test_snapshot_is_announced_until_the_worker_is_known_to_keep_it() -> None:
+def test_snapshot_is_announced_until_the_worker_is_known_to_keep_it():
     host, links = made()
     host.snapshot(2)
     host.snapshot(2)
@@ -122,7 +122,7 @@ def test_snapshot_is_announced_until_the_worker_is_known_to_keep_it() -> None:
 
 
 @pytest.mark.parametrize("targets", [({}, {}), ({"head": "a"}, {}), ({"x": "b"}, {"y": "b"})])
-def test_commit_carries_the_weights_tied_to_its_stages(targets: Any) -> None:
+def test_commit_carries_the_weights_tied_to_its_stages(targets):
     host, links = made(targets=targets)
     new = {"a": torch.ones(2), "b": torch.ones(2)}
     host.commit(Commit(2, 5, 1e-3, 1.0), new)
@@ -132,7 +132,7 @@ def test_commit_carries_the_weights_tied_to_its_stages(targets: Any) -> None:
     assert not host.is_committed()
 
 
-def test_gradients_are_taken_of_stages_that_are_tied_alone() -> None:
+def test_gradients_are_taken_of_stages_that_are_tied_alone():
     given = GradientPart(1, 0, StatePart({"x": torch.ones(1)}, last=True))
     host, _ = made(targets=({"x": "b"}, {}))
     host.receive(wire_forms.gradients_message(INFO, given), None)
@@ -142,7 +142,7 @@ def test_gradients_are_taken_of_stages_that_are_tied_alone() -> None:
         host.receive(wire_forms.gradients_message(INFO, given), None)
 
 
-def test_answer_to_another_request_is_dropped() -> None:
+def test_answer_to_another_request_is_dropped():
     host, _ = made()
     question = Message(Control("name", request=4))
     assert host.answer(question) is None
@@ -152,14 +152,14 @@ def test_answer_to_another_request_is_dropped() -> None:
     assert host.answer(question) is not None
 
 
-def test_a_goodbye_counts_as_a_lost_link() -> None:
+def test_a_goodbye_counts_as_a_lost_link():
     host, _ = made()
     with pytest.raises(LinkLost, match="worker 7: it is over"):
         host.receive(Message(Bye("it is over")), None)
 
 
 @pytest.mark.parametrize("kind", [lambda k: Loss(2, 5, k, 0.5), lambda k: BackwardDone(2, 5, k)])
-def test_end_of_a_micro_batch_that_cannot_be_names_the_worker(kind: Any) -> None:
+def test_end_of_a_micro_batch_that_cannot_be_names_the_worker(kind):
     """Counted, it would end the step before all micro-batches are through."""
     host, _ = made()
     with pytest.raises(ProtocolError, match=r"^worker 7: the end of micro-batch 1 came; the step"):
@@ -181,7 +181,7 @@ def norms_of(*stages: int, nonfinite: int = 0, norms: Any = None) -> Message:
     )
 
 
-def test_norms_of_the_own_stages_are_taken() -> None:
+def test_norms_of_the_own_stages_are_taken():
     host, _ = made()
     host.receive(norms_of(1, 3), None)
     report = host.report()
@@ -212,9 +212,7 @@ def gradients_of(*names: str, stage: int = 1) -> Message:
         ([gradients_of("a"), gradients_of("x", "a")], "stage 1 came a second time"),
     ],
 )
-def test_gradients_and_norms_that_are_not_its_own_name_the_worker(
-    told: list[Message], said: str
-) -> None:
+def test_gradients_and_norms_that_are_not_its_own_name_the_worker(told, said):
     host, _ = made(targets=({"x": "b"}, {}))
     *before, last = told
     for message in before:
@@ -224,7 +222,7 @@ def test_gradients_and_norms_that_are_not_its_own_name_the_worker(
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "weights"])
-def test_a_state_of_other_parameters_names_the_worker(kind: Any) -> None:
+def test_a_state_of_other_parameters_names_the_worker(kind):
     host, _ = made()
     asked = (1, kind, 0, 2, ("a",) if kind == "weights" else ())
     for name, right in {"a": True, "b": False}.items():
@@ -239,7 +237,7 @@ def test_a_state_of_other_parameters_names_the_worker(kind: Any) -> None:
             host.state(*asked)
 
 
-def test_a_kept_state_of_another_workers_stage_is_refused() -> None:
+def test_a_kept_state_of_another_workers_stage_is_refused():
     """Else that stage would not be sent the state to which the run goes back."""
     host, _ = made()
     assert host.rewind(2) is None

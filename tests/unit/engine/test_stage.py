@@ -73,7 +73,7 @@ TRAINING = {"learning_rate": 1e-2, "weight_decay": 0.1, "adam_epsilon": 1e-6}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     return save_llama(tmp_path_factory.mktemp("llama"), layers=LAYERS)
 
 
@@ -267,7 +267,7 @@ Open = Callable[[list[tuple[Any, int, int]]], Any]
 
 
 @pytest.fixture(params=[local_stage, remote_stage], ids=["local", "remote"])
-def stage(request: pytest.FixtureRequest, checkpoint: Path, quick_ticks: None) -> Iterator[Open]:
+def stage(request, checkpoint, quick_ticks):
     """`stage(plan)` is the stage with index 1 of that plan; several may be open at once."""
     opened = []
 
@@ -282,7 +282,7 @@ def stage(request: pytest.FixtureRequest, checkpoint: Path, quick_ticks: None) -
 
 
 @pytest.fixture
-def middle(checkpoint: Path) -> Iterator[Any]:
+def middle(checkpoint):
     """The stage of layers 1 and 2 in this process."""
     with local_stage(make_config(checkpoint, MIDDLE)) as opened:
         yield opened
@@ -345,7 +345,7 @@ def last_inputs(k: int) -> Tensors:
 
 
 @pytest.fixture
-def whole(checkpoint: Path) -> Whole:
+def whole(checkpoint):
     model = Whole(checkpoint)
     model.run()
     return model
@@ -385,7 +385,7 @@ def weights(stage: Any) -> Tensors:
 # ---- the contract
 
 
-def test_forward_and_backward_are_the_whole_models(stage: Open, whole: Whole) -> None:
+def test_forward_and_backward_are_the_whole_models(stage, whole):
     tested = stage(MIDDLE)
     tested.begin(info())
     for k in range(2):
@@ -396,7 +396,7 @@ def test_forward_and_backward_are_the_whole_models(stage: Open, whole: Whole) ->
         assert torch.equal(gradient_BSD, whole.gradient(k, 1))
 
 
-def test_forward_backward_of_the_last_stage_are_the_whole_models(stage: Open, whole: Whole) -> None:
+def test_forward_backward_of_the_last_stage_are_the_whole_models(stage, whole):
     tested = stage(LAST)
     tested.begin(info())
     for k in range(2):
@@ -406,7 +406,7 @@ def test_forward_backward_of_the_last_stage_are_the_whole_models(stage: Open, wh
         assert torch.equal(gradient_BSD, whole.gradient(k, 1))
 
 
-def test_evaluate_sums_token_losses_and_leaves_no_gradient(stage: Open, whole: Whole) -> None:
+def test_evaluate_sums_token_losses_and_leaves_no_gradient(stage, whole):
     tested = stage(LAST)
     tested.begin(info(train=False))
     for k in range(2):
@@ -421,7 +421,7 @@ def test_evaluate_sums_token_losses_and_leaves_no_gradient(stage: Open, whole: W
     tested.abort()
 
 
-def test_collect_reports_the_norm_of_each_parameter_in_order(stage: Open, whole: Whole) -> None:
+def test_collect_reports_the_norm_of_each_parameter_in_order(stage, whole):
     tested = stage(MIDDLE)
     tested.begin(info())
     run_middle(tested, whole)
@@ -445,9 +445,7 @@ def test_collect_reports_the_norm_of_each_parameter_in_order(stage: Open, whole:
         (lambda hidden: hidden.long(), "2 x 7 x 32 of int64"),
     ],
 )
-def test_hidden_state_of_another_shape_is_refused_with_both(
-    change: Callable[[torch.Tensor], torch.Tensor], got: str, checkpoint: Path, whole: Whole
-) -> None:
+def test_hidden_state_of_another_shape_is_refused_with_both(change, got, checkpoint, whole):
     wrong = change(whole.entering(0, 1))
     text = f"FORWARD of micro-batch 0 for stage 1: the hidden state is {got}, expected 2 x 7 x 32"
     for plan, inputs, name in (
@@ -462,9 +460,7 @@ def test_hidden_state_of_another_shape_is_refused_with_both(
 
 
 @pytest.mark.parametrize("change", [lambda g: g[:1], lambda g: g.half(), lambda g: g[:0]])
-def test_gradient_of_another_shape_is_refused_with_both(
-    change: Callable[[torch.Tensor], torch.Tensor], middle: Any, whole: Whole
-) -> None:
+def test_gradient_of_another_shape_is_refused_with_both(change, middle, whole):
     middle.begin(info())
     middle.forward(0, middle_inputs(0), (whole.entering(0, 1),))
     text = "stage 1: the gradient of micro-batch 0 is .*, expected 2 x 7 x 32 of float32"
@@ -472,7 +468,7 @@ def test_gradient_of_another_shape_is_refused_with_both(
         middle.backward(0, (change(whole.gradient(0, 3)),))
 
 
-def test_collect_names_micro_batches_that_are_not_finite(stage: Open, whole: Whole) -> None:
+def test_collect_names_micro_batches_that_are_not_finite(stage, whole):
     tested = stage(MIDDLE)
     tested.begin(info())
     for k, factor in ((0, 1.0), (1, float("nan"))):
@@ -483,9 +479,7 @@ def test_collect_names_micro_batches_that_are_not_finite(stage: Open, whole: Who
     tested.abort()
 
 
-def test_commit_is_one_step_of_the_optimizer_on_scaled_gradients(
-    stage: Open, whole: Whole, checkpoint: Path
-) -> None:
+def test_commit_is_one_step_of_the_optimizer_on_scaled_gradients(stage, whole, checkpoint):
     tested = stage(MIDDLE)
     names = [name for name, _ in tested.trainable()]
     training = make_config(checkpoint, MIDDLE).training
@@ -507,7 +501,7 @@ def test_commit_is_one_step_of_the_optimizer_on_scaled_gradients(
     assert not torch.equal(weights(tested)[names[0]], moved[names[0]])
 
 
-def test_abort_leaves_weights_and_forgets_gradients(stage: Open, whole: Whole) -> None:
+def test_abort_leaves_weights_and_forgets_gradients(stage, whole):
     tested = stage(MIDDLE)
     before = weights(tested)
     tested.begin(info())
@@ -524,14 +518,14 @@ def test_abort_leaves_weights_and_forgets_gradients(stage: Open, whole: Whole) -
 
 
 @pytest.mark.parametrize("forget", ["abort", "begin"])
-def test_abort_and_begin_each_clear_gradients(middle: Any, whole: Whole, forget: str) -> None:
+def test_abort_and_begin_each_clear_gradients(middle, whole, forget):
     middle.begin(info())
     run_middle(middle, whole)
     middle.abort() if forget == "abort" else middle.begin(info(1))
     assert torch.count_nonzero(middle.report_gradients().norms) == 0
 
 
-def test_state_goes_into_a_fresh_stage_that_continues_equally(stage: Open, whole: Whole) -> None:
+def test_state_goes_into_a_fresh_stage_that_continues_equally(stage, whole):
     first = stage(MIDDLE)
     take_step(first, whole)
     parts = checkpoint_of(first)
@@ -549,9 +543,7 @@ def test_state_goes_into_a_fresh_stage_that_continues_equally(stage: Open, whole
         assert torch.equal(tensor, expected[name])
 
 
-def test_a_snapshot_is_of_its_step_despite_later_steps(
-    stage: Open, whole: Whole, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_is_of_its_step_despite_later_steps(stage, whole, monkeypatch):
     """Some parts are read while the next step runs, others after it and the one after that have
     been committed: all are what the first step left, to the bit."""
     monkeypatch.setattr(state_snapshot, "STATE_PART_BYTES", 4096)
@@ -587,7 +579,7 @@ def test_a_snapshot_is_of_its_step_despite_later_steps(
     assert not all(torch.equal(t, expected[0].tensors[n]) for n, t in now[0].tensors.items())
 
 
-def test_export_names_tensors_as_the_checkpoint_does(stage: Open, checkpoint: Path) -> None:
+def test_export_names_tensors_as_the_checkpoint_does(stage, checkpoint):
     exported = {n: t for part in stage(MIDDLE).export() for n, t in part.tensors.items()}
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     own = {n: t for n, t in model.state_dict().items() if ".layers.1." in n or ".layers.2." in n}
@@ -605,9 +597,7 @@ def test_export_names_tensors_as_the_checkpoint_does(stage: Open, checkpoint: Pa
     ],
     ids=["unknown", "absent", "shape"],
 )
-def test_load_state_refuses_tensors_that_do_not_fit(
-    middle: Any, change: Callable[[Tensors], Tensors], text: str
-) -> None:
+def test_load_state_refuses_tensors_that_do_not_fit(middle, change, text):
     [part] = checkpoint_of(middle)
     with pytest.raises(CheckpointError, match=text):
         middle.load_state("checkpoint", StatePart(change(part.tensors), last=True))
@@ -636,12 +626,12 @@ def fixture_of(way: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tied_checkpoint(tmp_path_factory):
     return save_llama(tmp_path_factory.mktemp("tied"), layers=LAYERS, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="module")
-def tied_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tied_blocks(tmp_path_factory):
     """All layers have one transformer in common."""
     kinds = ["hybrid"] * LAYERS
     changes = {"num_hidden_layers": LAYERS, "layers_block_type": kinds}
@@ -728,7 +718,7 @@ def same_bits(
     return losses, gradients, evaluated
 
 
-def test_micro_batches_behind_another_replicas_draw_as_in_one_step(checkpoint: Path) -> None:
+def test_micro_batches_behind_another_replicas_draw_as_in_one_step(checkpoint):
     def gradients(first: int, k: int) -> torch.Tensor:
         (stage,) = Chain(checkpoint, PLANS[0], {"adapter": LORA}).stages
         stage.begin(info(first_micro_batch=first))
@@ -740,7 +730,7 @@ def test_micro_batches_behind_another_replicas_draw_as_in_one_step(checkpoint: P
     assert not torch.equal(gradients(1, 0), gradients(0, 0))
 
 
-def test_statistics_of_a_forgotten_step_are_put_back(checkpoint: Path) -> None:
+def test_statistics_of_a_forgotten_step_are_put_back(checkpoint):
     (stage,) = Chain(checkpoint, PLANS[0], {}).stages
     means = torch.zeros(2)
     stage._statistics = {"mean": means}
@@ -758,9 +748,7 @@ quiet_compiler = pytest.mark.filterwarnings("ignore:The .grad attribute of a Ten
 
 @quiet_compiler
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_of_computing_has_the_same_bits_under_every_cut(
-    way: str, request: pytest.FixtureRequest
-) -> None:
+def test_every_way_of_computing_has_the_same_bits_under_every_cut(way, request):
     path = request.getfixturevalue(fixture_of(way))
     assert same_bits(path, PLANS, WAYS[way])[1]
 
@@ -783,14 +771,14 @@ LONGER = ("gemma3n_text", "gemma4_text", "qwen4_exp_text", "zaya")
 
 @pytest.mark.parametrize("way", SIDE_WAYS)
 @pytest.mark.parametrize("model_type", seldom(("hy_v4", *LONGER), *LONGER))
-def test_side_tensors_change_no_bit_of_a_cut(model_type: str, way: str, tmp_path: Path) -> None:
+def test_side_tensors_change_no_bit_of_a_cut(model_type, way, tmp_path):
     path = save_tiny(model_type, tmp_path / model_type)
     cuts = [[(0, 6)], [(0, 1), (1, 4), (4, 6)], [(0, 0), (0, 3), (3, 6)]]
     assert same_bits(path, cuts, SIDE_WAYS[way])[1]
 
 
 @pytest.mark.parametrize("way", seldom(SIDE_WAYS, "recomputing", "upper layers"))
-def test_the_loss_of_routers_has_the_same_bits_under_every_cut(way: str, tmp_path: Path) -> None:
+def test_the_loss_of_routers_has_the_same_bits_under_every_cut(way, tmp_path):
     path = save_tiny("mixtral", tmp_path / "mixtral")
     model = {"router_aux_loss_coef": 0.5}
     # A router that an adapter trains through its own weight, beside the layers.
@@ -809,7 +797,7 @@ def test_the_loss_of_routers_has_the_same_bits_under_every_cut(way: str, tmp_pat
     assert evaluated == without.step(train=False)[0]
 
 
-def test_side_tensors_are_checked_before_anything_is_computed(tmp_path: Path) -> None:
+def test_side_tensors_are_checked_before_anything_is_computed(tmp_path):
     path = save_tiny("gemma3n_text", tmp_path / "model")
     first, middle, last = Chain(path, [(0, 1), (1, 4), (4, 6)], SIDE_WAYS["all weights"]).stages
     for tested in (first, middle, last):
@@ -838,7 +826,7 @@ def test_side_tensors_are_checked_before_anything_is_computed(tmp_path: Path) ->
         lambda side: [],
     ],
 )
-def test_gradients_of_side_tensors_are_checked(change: Any, tmp_path: Path) -> None:
+def test_gradients_of_side_tensors_are_checked(change, tmp_path):
     path = save_tiny("gemma3n_text", tmp_path / "model")
     first = Chain(path, [(0, 1), (1, 4), (4, 6)], SIDE_WAYS["all weights"]).stages[0]
     first.begin(info())
@@ -850,9 +838,7 @@ def test_gradients_of_side_tensors_are_checked(change: Any, tmp_path: Path) -> N
 
 @quiet_compiler
 @pytest.mark.parametrize("way", seldom(("pieces", "pieces, tied", "compiled"), "compiled"))
-def test_other_ways_of_computing_change_nothing_but_rounding(
-    way: str, request: pytest.FixtureRequest
-) -> None:
+def test_other_ways_of_computing_change_nothing_but_rounding(way, request):
     path = request.getfixturevalue(fixture_of(way))
     plain = Chain(path, PLANS[1], {"training": {"loss_chunk_tokens": None}})
     other = Chain(path, PLANS[1], WAYS[way])
@@ -863,14 +849,14 @@ def test_other_ways_of_computing_change_nothing_but_rounding(
     assert other.step(train=False)[0] == pytest.approx(plain.step(train=False)[0], rel=1e-6)
 
 
-def test_a_compiler_that_does_not_work_is_a_clear_error(checkpoint: Path) -> None:
+def test_a_compiler_that_does_not_work_is_a_clear_error(checkpoint):
     way = {"training": {"torch_compile_backend": "no_such"}}
     with pytest.raises(DeviceError, match="'no_such' does not work on") as caught:
         Chain(checkpoint, PLANS[0], way)
     assert "training.torch_compile to false" in str(caught.value)
 
 
-def test_a_loss_scale_scales_the_gradients_of_pieces(checkpoint: Path) -> None:
+def test_a_loss_scale_scales_the_gradients_of_pieces(checkpoint):
     chain = Chain(checkpoint, PLANS[0], WAYS["pieces"])
     _, expected = chain.step()
     [stage] = chain.stages
@@ -886,9 +872,7 @@ def test_a_loss_scale_scales_the_gradients_of_pieces(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("adapter", [None, {"r": 4, "target_modules": "all-linear"}])
-def test_dropped_stage_frees_its_weights_without_the_garbage_collector(
-    adapter: dict[str, Any] | None, checkpoint: Path
-) -> None:
+def test_dropped_stage_frees_its_weights_without_the_garbage_collector(adapter, checkpoint):
     config = make_config(checkpoint, MIDDLE)
     raw = {**config.to_dict(), "adapter": adapter}
     raw["training"] = {**raw["training"], "gradient_checkpointing": True}
@@ -920,7 +904,7 @@ def summed(stage: Any, factor: float = 2.0) -> Tensors:
     return own
 
 
-def test_sums_take_the_place_of_the_gradients(middle: Any, whole: Whole) -> None:
+def test_sums_take_the_place_of_the_gradients(middle, whole):
     middle.begin(info(summed=True))
     run_middle(middle, whole)
     alone = middle.report_gradients().norms
@@ -931,7 +915,7 @@ def test_sums_take_the_place_of_the_gradients(middle: Any, whole: Whole) -> None
     assert torch.equal(middle.report_gradients().norms, alone * 2)
 
 
-def test_a_parameter_without_gradient_in_any_replica_has_none(middle: Any, whole: Whole) -> None:
+def test_a_parameter_without_gradient_in_any_replica_has_none(middle, whole):
     middle.begin(info(summed=True))
     run_middle(middle, whole)
     (first, parameter), (second, other) = middle._parameters[:2]
@@ -946,7 +930,7 @@ def test_a_parameter_without_gradient_in_any_replica_has_none(middle: Any, whole
     assert torch.equal(parameter, before)
 
 
-def test_a_gradient_that_only_another_replica_has_is_taken(middle: Any) -> None:
+def test_a_gradient_that_only_another_replica_has_is_taken(middle):
     """An island without samples of the step has no gradient at all."""
     middle.begin(info(summed=True))
     assert [part.tensors for part in middle.gradients()] == [{}]
@@ -956,9 +940,7 @@ def test_a_gradient_that_only_another_replica_has_is_taken(middle: Any) -> None:
 
 
 @pytest.mark.parametrize("bounds", [[(0, 4)], [(0, 2), (2, 4)]])
-def test_both_ends_of_a_tied_weight_are_summed_by_themselves(
-    tied_checkpoint: Path, bounds: list[tuple[int, int]]
-) -> None:
+def test_both_ends_of_a_tied_weight_are_summed_by_themselves(tied_checkpoint, bounds):
     """Twice each share is twice the tied gradient, to the bit, wherever the ends live."""
     chain = Chain(tied_checkpoint, bounds, {})
     _, alone = chain.step()
@@ -987,9 +969,7 @@ EARLY: dict[str, dict[str, Any]] = {
 @quiet_compiler
 @pytest.mark.parametrize("way", EARLY)
 @pytest.mark.parametrize("bounds", [[(0, 4)], [(0, 2), (2, 4)]])
-def test_gradients_that_are_given_early_are_those_of_the_step(
-    checkpoint: Path, bounds: list[tuple[int, int]], way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_are_given_early_are_those_of_the_step(checkpoint, bounds, way, monkeypatch):
     """Each once, early or at the end; final when it is given."""
     monkeypatch.setattr("hetero_framework.engine.stage.EARLY_PART_BYTES", 1)
     chain = Chain(checkpoint, bounds, EARLY[way])
@@ -1024,16 +1004,14 @@ def test_gradients_that_are_given_early_are_those_of_the_step(
 
 @pytest.mark.parametrize("kind", ["gradients", "weights"])
 @pytest.mark.parametrize("change", [lambda n, t: {f"{n}x": t}, lambda n, t: {n: t[:1]}])
-def test_state_of_an_unknown_parameter_is_refused(
-    middle: Any, kind: str, change: Callable[[str, Any], Tensors]
-) -> None:
+def test_state_of_an_unknown_parameter_is_refused(middle, kind, change):
     name, parameter = next((n, p) for n, p in middle._parameters if p.dim() == 2)
     part = StatePart(change(name, parameter.detach()), last=True)
     with pytest.raises(ProtocolError, match=r"stage 1 trains no .* of shape"):
         middle.load_state(kind, part)
 
 
-def test_other_weights_leave_the_optimizer_as_it_is(middle: Any, whole: Whole) -> None:
+def test_other_weights_leave_the_optimizer_as_it_is(middle, whole):
     take_step(middle, whole)
     before = state(middle)
     name, parameter = middle._parameters[0]
@@ -1083,12 +1061,12 @@ class Model:
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Model:
+def model(monkeypatch):
     monkeypatch.setattr("hetero_framework.engine.stage.EARLY_PART_BYTES", 1)
     return Model()
 
 
-def test_last_layers_gradients_are_given_before_the_first_layers_backward(model: Model) -> None:
+def test_last_layers_gradients_are_given_before_the_first_layers_backward(model):
     model.early.begin(model)
     model.backward()
     assert model.happened == ["first layer"]  # more is to come
@@ -1103,9 +1081,7 @@ def test_last_layers_gradients_are_given_before_the_first_layers_backward(model:
     assert len(model.happened) == 6
 
 
-def test_small_gradients_are_given_together_in_full_parts_only(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_gradients_are_given_together_in_full_parts_only(model, monkeypatch):
     monkeypatch.setattr("hetero_framework.engine.stage.EARLY_PART_BYTES", 2 * 4 * 4 * 4)
     for _ in range(2):
         model.early.begin(model)
@@ -1116,7 +1092,7 @@ def test_small_gradients_are_given_together_in_full_parts_only(
     assert model.happened == [["2", "1"], "first layer"] * 2
 
 
-def test_gradients_wait_for_room_and_are_given_together(model: Model) -> None:
+def test_gradients_wait_for_room_and_are_given_together(model):
     model.room = False
     found = model.layers[0].weight.register_hook(lambda gradient: setattr(model, "room", True))
     model.last_backward()
@@ -1127,7 +1103,7 @@ def test_gradients_wait_for_room_and_are_given_together(model: Model) -> None:
     assert model.early.given == set()  # they are left for the stage's end
 
 
-def test_late_gradients_are_not_given_early(model: Model) -> None:
+def test_late_gradients_are_not_given_early(model):
     model.early.begin(model)
     with model.early.last_backward(late=["2"]):
         model.backward()
@@ -1135,13 +1111,13 @@ def test_late_gradients_are_not_given_early(model: Model) -> None:
     assert model.given.keys() == {"0", "1"}
 
 
-def test_a_gradient_that_changes_after_it_was_given_ends_the_step(model: Model) -> None:
+def test_a_gradient_that_changes_after_it_was_given_ends_the_step(model):
     model.last_backward()
     with pytest.raises(AssertionError, match="the gradient of 2 grows after others have it"):
         model.backward()  # of an earlier micro-batch
 
 
-def test_early_gradients_are_optional(model: Model) -> None:
+def test_early_gradients_are_optional(model):
     model.early.begin(None)
     with model.early.last_backward():
         model.backward()
@@ -1149,7 +1125,7 @@ def test_early_gradients_are_optional(model: Model) -> None:
     assert not any(p._post_accumulate_grad_hooks for p in model.layers.parameters())
 
 
-def test_a_failing_backward_leaves_nothing(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_backward_leaves_nothing(model, monkeypatch):
     def fail(gradient: torch.Tensor) -> None:
         raise RuntimeError("out of memory")
 
@@ -1167,7 +1143,7 @@ def test_a_failing_backward_leaves_nothing(model: Model, monkeypatch: pytest.Mon
     assert model.happened[4:] == [["2"], ["1"], "first layer", ["0"]]
 
 
-def test_closed_early_gradients_take_no_gradient(model: Model) -> None:
+def test_closed_early_gradients_take_no_gradient(model):
     model.early.begin(model)
     model.early.close()
     with model.early.last_backward():
@@ -1175,7 +1151,7 @@ def test_closed_early_gradients_take_no_gradient(model: Model) -> None:
     assert model.given == {}
 
 
-def test_hooks_keep_nothing_alive(model: Model) -> None:
+def test_hooks_keep_nothing_alive(model):
     gc.disable()
     try:
         model.early.begin(Model())

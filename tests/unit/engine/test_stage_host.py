@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -53,7 +52,7 @@ def host_on(device: Device) -> StageHost:
 
 
 @pytest.fixture
-def host() -> Iterator[StageHost]:
+def host():
     made = host_on(open_device("cpu"))
     yield made
     made.close()
@@ -75,7 +74,7 @@ def take_step(host: StageHost, info: StepInfo) -> None:
     assert host.run_next()
 
 
-def test_report_comes_once_when_all_micro_batches_are_through(host: StageHost) -> None:
+def test_report_comes_once_when_all_micro_batches_are_through(host):
     host.begin(INFO, SCHEDULE)
     assert host.report() is None
     take_step(host, replace(INFO, attempt=2))
@@ -84,7 +83,7 @@ def test_report_comes_once_when_all_micro_batches_are_through(host: StageHost) -
     assert host.report() is None
 
 
-def test_norms_wait_for_the_sums_of_a_step_that_is_summed(host: StageHost) -> None:
+def test_norms_wait_for_the_sums_of_a_step_that_is_summed(host):
     [stage] = host.stages
     for attempt in (1, 2):  # a link broke: the gradients are new
         info = replace(INFO, attempt=attempt, summed=True)
@@ -104,7 +103,7 @@ def test_norms_wait_for_the_sums_of_a_step_that_is_summed(host: StageHost) -> No
         assert stage.calls[-2:] == [("load_state", "gradients"), ("report_gradients",)]  # type: ignore[attr-defined]
 
 
-def test_sums_that_nothing_waits_for_are_refused(host: StageHost) -> None:
+def test_sums_that_nothing_waits_for_are_refused(host):
     part = StatePart({}, last=True)
     with pytest.raises(ProtocolError, match="stage 1, which waits for none"):
         host.load_state(1, "gradients", 0, part)
@@ -115,7 +114,7 @@ def test_sums_that_nothing_waits_for_are_refused(host: StageHost) -> None:
         host.load_state(1, "gradients", 0, part)
 
 
-def test_norms_wait_for_the_sums_of_tied_weights(host: StageHost) -> None:
+def test_norms_wait_for_the_sums_of_tied_weights(host):
     [stage] = host.stages
     stage.awaits_sums = True  # type: ignore[attr-defined]
     part = StatePart({"w": torch.ones(1)}, last=True)
@@ -129,7 +128,7 @@ def test_norms_wait_for_the_sums_of_tied_weights(host: StageHost) -> None:
             host.load_state(1, "tied gradients", 0, part)
 
 
-def test_a_stage_that_is_tied_gives_its_gradients_and_takes_new_weights(host: StageHost) -> None:
+def test_a_stage_that_is_tied_gives_its_gradients_and_takes_new_weights(host):
     [stage] = host.stages
     stage.ties = {"target": "source"}  # type: ignore[attr-defined]
     take_step(host, INFO)
@@ -139,7 +138,7 @@ def test_a_stage_that_is_tied_gives_its_gradients_and_takes_new_weights(host: St
     assert stage.calls[-1] == ("set_tied_weights", ["source"])  # type: ignore[attr-defined]
 
 
-def test_data_is_moved_to_a_device_of_one_thread_when_its_attempt_takes_it() -> None:
+def test_data_is_moved_to_a_device_of_one_thread_when_its_attempt_takes_it():
     device = OneThreadDevice(at_once=True)
     host = host_on(device)
     early = arrive(host, INFO)
@@ -151,7 +150,7 @@ def test_data_is_moved_to_a_device_of_one_thread_when_its_attempt_takes_it() -> 
     host.close()
 
 
-def test_data_of_a_later_attempt_waits_and_old_data_is_dropped(host: StageHost) -> None:
+def test_data_of_a_later_attempt_waits_and_old_data_is_dropped(host):
     early = arrive(host, replace(INFO, attempt=5))
     host.begin(INFO, SCHEDULE)
     assert arrive(host, replace(INFO, attempt=0)) == [1]
@@ -162,7 +161,7 @@ def test_data_of_a_later_attempt_waits_and_old_data_is_dropped(host: StageHost) 
     assert early == [1]
 
 
-def test_commit_is_done_once_and_only_where_the_gradients_are(host: StageHost) -> None:
+def test_commit_is_done_once_and_only_where_the_gradients_are(host):
     take_step(host, INFO)
     with pytest.raises(ProtocolError, match="whose gradients are not here"):
         host.commit(Commit(0, 9, 1e-3, 1.0))
@@ -173,9 +172,7 @@ def test_commit_is_done_once_and_only_where_the_gradients_are(host: StageHost) -
     assert host.last_step == 0
 
 
-def test_lack_of_memory_names_the_attempt_until_the_step_is_decided(
-    host: StageHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lack_of_memory_names_the_attempt_until_the_step_is_decided(host, monkeypatch):
     def full(*args: object) -> None:
         raise MemoryError
 
@@ -199,9 +196,7 @@ def test_lack_of_memory_names_the_attempt_until_the_step_is_decided(
     assert not isinstance(final.value, StepOutOfMemory)
 
 
-def test_step_that_begins_again_gives_unused_memory_back_first(
-    host: StageHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_that_begins_again_gives_unused_memory_back_first(host, monkeypatch):
     freed: list[int] = []
     monkeypatch.setattr(host._device, "empty_cache", lambda: freed.append(1))
     for step, train in ((0, True), (1, False), (1, True), (2, True)):
@@ -211,7 +206,7 @@ def test_step_that_begins_again_gives_unused_memory_back_first(
     assert freed == [1]
 
 
-def test_snapshot_is_of_the_last_step_or_of_one_that_it_keeps(host: StageHost) -> None:
+def test_snapshot_is_of_the_last_step_or_of_one_that_it_keeps(host):
     take_step(host, INFO)
     host.commit(Commit(0, 1, 1e-3, 1.0))
     host.snapshot(0)
@@ -225,13 +220,13 @@ def test_snapshot_is_of_the_last_step_or_of_one_that_it_keeps(host: StageHost) -
         host.snapshot(0)
 
 
-def test_export_is_read_in_order(host: StageHost) -> None:
+def test_export_is_read_in_order(host):
     assert isinstance(host.state(1, "export", 0, None), StatePart)
     with pytest.raises(ProtocolError, match="out of order"):
         host.state(1, "export", 3, None)
 
 
-def test_inputs_of_a_micro_batch_are_copied_to_the_device_at_once() -> None:
+def test_inputs_of_a_micro_batch_are_copied_to_the_device_at_once():
     device = QueuedDevice(at_once=True)
     batch = {"input_ids": torch.ones(1, 2), "labels": torch.zeros(1, 2), "mask": torch.ones(1, 2)}
     found = inputs_in(device, batch)
@@ -239,7 +234,7 @@ def test_inputs_of_a_micro_batch_are_copied_to_the_device_at_once() -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in batch.items())
 
 
-def test_losses_of_a_step_are_read_in_one_go() -> None:
+def test_losses_of_a_step_are_read_in_one_go():
     results = StepResults()
     for k, loss in enumerate([torch.tensor(0.1), 0.25, torch.tensor(float("nan")), 0.5]):
         results.outcome(replace(INFO, micro_batches=4), k, Outcome(loss))

@@ -10,7 +10,7 @@ from hetero_framework.errors import ProtocolError
 
 
 @pytest.fixture
-def live(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def live(monkeypatch):
     """Four tensors, of which two fit into a part."""
     monkeypatch.setattr(state_snapshot, "STATE_PART_BYTES", 32)
     return [torch.full((4,), float(k)) for k in range(4)]
@@ -25,7 +25,7 @@ def change(live: list[torch.Tensor]) -> None:
         tensor.add_(100.0)
 
 
-def test_parts_are_copies_made_when_they_were_read_or_kept(live: list[torch.Tensor]) -> None:
+def test_parts_are_copies_made_when_they_were_read_or_kept(live):
     snapshot = snapshot_of(live)
     first = snapshot.part(0)
     snapshot.keep()
@@ -38,7 +38,7 @@ def test_parts_are_copies_made_when_they_were_read_or_kept(live: list[torch.Tens
     assert [first.last, second.last] == [False, True]
 
 
-def test_part_that_was_asked_for_last_may_be_asked_for_again(live: list[torch.Tensor]) -> None:
+def test_part_that_was_asked_for_last_may_be_asked_for_again(live):
     """Its bytes may have been lost with a link; and others committed since."""
     snapshot = snapshot_of(live)
     snapshot.part(0)
@@ -48,13 +48,13 @@ def test_part_that_was_asked_for_last_may_be_asked_for_again(live: list[torch.Te
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_part_that_is_past_or_absent_is_refused(live: list[torch.Tensor], number: int) -> None:
+def test_part_that_is_past_or_absent_is_refused(live, number):
     snapshot = snapshot_of(live)
     snapshot.part(1)
     with pytest.raises(ProtocolError, match=f"part {number} was asked for out of order"):
         snapshot.part(number)
 
 
-def test_state_of_nothing_is_one_empty_part() -> None:
+def test_state_of_nothing_is_one_empty_part():
     [part] = in_parts([])
     assert (part.tensors, part.values, part.last) == ({}, {}, True)

@@ -16,7 +16,7 @@ def one(value: float) -> torch.Tensor:
     return torch.tensor([value])
 
 
-def test_ties_know_holders_sources_and_followers() -> None:
+def test_ties_know_holders_sources_and_followers():
     ties = Ties(TARGETS, TRAINED)
     assert list(ties.targets) == [1, 2, 3]
     assert ties.holders == [1, 0]
@@ -26,7 +26,7 @@ def test_ties_know_holders_sources_and_followers() -> None:
     assert Ties({0: {}, 1: {}}, {0: ["a"], 1: []}).holders == []
 
 
-def test_gradients_are_added_from_the_last_place_in_any_arrival_order() -> None:
+def test_gradients_are_added_from_the_last_place_in_any_arrival_order():
     """In float32 the other orders give other sums."""
     for order in ([1, 2, 3], [3, 2, 1]):
         tied = TiedGradients(Ties(TARGETS, TRAINED))
@@ -39,7 +39,7 @@ def test_gradients_are_added_from_the_last_place_in_any_arrival_order() -> None:
         assert tied.sums(1) == {"b": one(5.0)}
 
 
-def test_weights_without_gradient_and_untied_ones_are_left_out() -> None:
+def test_weights_without_gradient_and_untied_ones_are_left_out():
     tied = TiedGradients(Ties(TARGETS, TRAINED))
     tied.take(1, {"b": one(7.0)}, last=False)
     tied.take(1, {"a2": one(2.0)}, last=True)
@@ -49,7 +49,7 @@ def test_weights_without_gradient_and_untied_ones_are_left_out() -> None:
     assert (tied.sums(0), tied.sums(1)) == ({"a": one(2.0)}, {})
 
 
-def test_gradients_are_copied_out_of_the_message() -> None:
+def test_gradients_are_copied_out_of_the_message():
     tied, gradient = TiedGradients(Ties(TARGETS, TRAINED)), one(2.0)
     tied.take(3, {"a3": gradient}, last=True)
     gradient.zero_()

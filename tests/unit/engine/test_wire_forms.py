@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -58,7 +56,7 @@ def travelled_inputs(inputs: Tensors) -> Message:
 
 
 @given(SCHEDULES, st.booleans())
-def test_a_step_message_carries_info_and_schedule(schedule: StepSchedule, train: bool) -> None:
+def test_a_step_message_carries_info_and_schedule(schedule, train):
     info = StepInfo(7, 2, train, micro_batches=4, num_items=10, loss_scale=0.5)
     message = travelled(wire_forms.step_message(info, schedule))
     assert wire_forms.step_info(message.expect(Step)) == info
@@ -68,7 +66,7 @@ def test_a_step_message_carries_info_and_schedule(schedule: StepSchedule, train:
 # ---- INPUTS
 
 
-def test_inputs_are_sent_in_half_of_their_bytes_and_masks_in_none() -> None:
+def test_inputs_are_sent_in_half_of_their_bytes_and_masks_in_none():
     inputs = {
         "input_ids": torch.tensor([[1, 2, 250_000], [4, 5, 6]]),
         "attention_mask": torch.ones(2, 3, dtype=torch.int64),
@@ -98,7 +96,7 @@ def test_inputs_are_sent_in_half_of_their_bytes_and_masks_in_none() -> None:
     ],
     ids=["padding", "two", "bool", "float", "labels of ones"],
 )
-def test_a_tensor_that_is_no_mask_of_ones_travels(name: str, tensor: torch.Tensor) -> None:
+def test_a_tensor_that_is_no_mask_of_ones_travels(name, tensor):
     message = travelled_inputs({name: tensor})
     assert (message.body.ones, message.body.names) == ({}, (name,))
     found = wire_forms.inputs_of(message)[name]
@@ -106,7 +104,7 @@ def test_a_tensor_that_is_no_mask_of_ones_travels(name: str, tensor: torch.Tenso
     assert torch.equal(found, tensor)
 
 
-def test_inputs_lie_in_memory_of_their_own() -> None:
+def test_inputs_lie_in_memory_of_their_own():
     """Their message's buffer goes back at once."""
     inputs = {"pixels": torch.ones(3), "labels": torch.ones(1, 2, dtype=torch.int32)}
     message = wire_forms.inputs_message(INFO, 2, 5, wire_forms.pack_inputs(inputs))
@@ -119,7 +117,7 @@ def test_inputs_lie_in_memory_of_their_own() -> None:
 # ---- tensors over boundaries, and what comes back
 
 
-def test_gradient_norms_bring_bad_micro_batches_and_figures() -> None:
+def test_gradient_norms_bring_bad_micro_batches_and_figures():
     reports = {
         1: GradientReport(torch.tensor([1.0, 2.0]), nonfinite=(3,)),
         4: GradientReport(torch.tensor([0.5])),
@@ -140,7 +138,7 @@ def test_gradient_norms_bring_bad_micro_batches_and_figures() -> None:
 
 
 @pytest.mark.parametrize("names", [(), ("embed",), ("a", "b")])
-def test_commit_carries_the_weights_that_the_worker_has_ties_to(names: tuple[str, ...]) -> None:
+def test_commit_carries_the_weights_that_the_worker_has_ties_to(names):
     weights = {name: torch.full((2,), float(k)) for k, name in enumerate(names)}
     message = travelled(wire_forms.commit_message(Commit(3, 1, 1e-3, 0.25), weights))
     assert message.body == Commit(3, 1, 1e-3, 0.25, names)
@@ -150,7 +148,7 @@ def test_commit_carries_the_weights_that_the_worker_has_ties_to(names: tuple[str
 
 
 @pytest.mark.parametrize("kind", [State, LoadState])
-def test_part_of_a_state_arrives_as_it_was(kind: Any) -> None:
+def test_part_of_a_state_arrives_as_it_was(kind):
     part = StatePart({"a": torch.ones(2), "b": torch.zeros(0)}, {"step": 3}, last=True)
     message = travelled(wire_forms.part_message(kind, 2, "checkpoint", 7, part))
     assert (message.body.stage, message.body.part) == (2, 7)

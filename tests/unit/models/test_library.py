@@ -6,7 +6,7 @@ import torch
 from hetero_framework.models.library import compiled_at_first_call
 
 
-def test_compilation_in_imports_waits_for_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_in_imports_waits_for_the_first_call(monkeypatch):
     compiled = []
 
     def compile_now(function, **options):
@@ -31,7 +31,7 @@ def test_compilation_in_imports_waits_for_the_first_call(monkeypatch: pytest.Mon
     assert half.__name__ == "half"
 
 
-def test_a_failed_import_leaves_the_compiler_as_it_was() -> None:
+def test_a_failed_import_leaves_the_compiler_as_it_was():
     before = torch.compile
     with pytest.raises(ImportError), compiled_at_first_call():
         raise ImportError("peft")

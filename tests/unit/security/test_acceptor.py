@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -64,7 +63,7 @@ class Opened:
 
 
 @pytest.fixture
-def opened(stack: ExitStack) -> Callable[[Any], Opened]:
+def opened(stack):
     def open_for(access: Any) -> Opened:
         made = Opened(access)
         stack.callback(made.close)
@@ -73,7 +72,7 @@ def opened(stack: ExitStack) -> Callable[[Any], Opened]:
     return open_for
 
 
-def test_slow_handshakes_do_not_delay_others(opened: Any, logged: list[str]) -> None:
+def test_slow_handshakes_do_not_delay_others(opened, logged):
     found = opened(Slow())
     silent = [found.connect() for _ in range(8)]
     found.connect(b"A")
@@ -83,7 +82,7 @@ def test_slow_handshakes_do_not_delay_others(opened: Any, logged: list[str]) -> 
     assert found.acceptor.strangers == len(silent)
 
 
-def test_refused_connections_are_logged_and_forgotten(opened: Any, logged: list[str]) -> None:
+def test_refused_connections_are_logged_and_forgotten(opened, logged):
     found = opened(Slow())
     assert found.connect(b"B").recv(1) == b""
     assert found.connect(b"C").recv(1) == b""
@@ -96,7 +95,7 @@ def test_refused_connections_are_logged_and_forgotten(opened: Any, logged: list[
 
 
 @pytest.mark.parametrize("access", [Slow(), LOOPBACK_ONLY])
-def test_newcomer_takes_a_place_when_all_are_taken(access: Any, opened: Any) -> None:
+def test_newcomer_takes_a_place_when_all_are_taken(access, opened):
     found = opened(access)
     socks = [found.connect() for _ in range(MAX_STRANGERS)]
     wait_until(lambda: found.acceptor.strangers == MAX_STRANGERS)
@@ -114,7 +113,7 @@ def test_newcomer_takes_a_place_when_all_are_taken(access: Any, opened: Any) -> 
     assert sent_away == [b""]
 
 
-def test_address_with_most_strangers_gives_way() -> None:
+def test_address_with_most_strangers_gives_way():
     acceptor = Acceptor(LOOPBACK_ONLY, lambda *_: None)
     many = [f"10.0.0.9:{port}" for port in range(1, 6)]
     for number, peer in enumerate(["10.0.0.1:7", *many]):
@@ -132,11 +131,11 @@ def test_address_with_most_strangers_gives_way() -> None:
         ("somebody who is gone", "None"),
     ],
 )
-def test_addresses_of_one_machine_are_one_group(peer: str, group: str) -> None:
+def test_addresses_of_one_machine_are_one_group(peer, group):
     assert _Stranger(None, peer).group == group  # type: ignore[arg-type]
 
 
-def test_the_rate_limit_allows_a_burst_and_then_a_fixed_rate() -> None:
+def test_the_rate_limit_allows_a_burst_and_then_a_fixed_rate():
     pace = RateLimit()
     assert [pace.allows("a", 0.0) for _ in range(65)] == [True] * 64 + [False]
     assert pace.allows("b", 0.0)
@@ -144,14 +143,14 @@ def test_the_rate_limit_allows_a_burst_and_then_a_fixed_rate() -> None:
     assert pace.allows("a", 100.0)
 
 
-def test_pace_of_many_addresses_is_bounded() -> None:
+def test_pace_of_many_addresses_is_bounded():
     pace = RateLimit()
     for number in range(5000):
         pace.allows(str(number), 0.0)
     assert len(pace._left) == 1024
 
 
-def test_a_closed_acceptor_admits_no_connection(opened: Any) -> None:
+def test_a_closed_acceptor_admits_no_connection(opened):
     found = opened(Slow())
     waiting = found.connect()
     wait_until(lambda: found.acceptor.strangers == 1)

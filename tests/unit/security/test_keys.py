@@ -26,7 +26,7 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such 
 
 
 @posix
-def test_keys_are_for_this_user_alone(tmp_path: Path) -> None:
+def test_keys_are_for_this_user_alone(tmp_path):
     before = os.umask(0)
     try:
         keys = keys_of(tmp_path / "keys", 1, with_authority=True)
@@ -39,9 +39,7 @@ def test_keys_are_for_this_user_alone(tmp_path: Path) -> None:
 @posix
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o610, 0o644])
 @pytest.mark.parametrize("place", ["the file", "the directory"])
-def test_key_that_others_can_reach_is_refused_with_the_chmod(
-    place: str, mode: int, tmp_path: Path
-) -> None:
+def test_key_that_others_can_reach_is_refused_with_the_chmod(place, mode, tmp_path):
     keys = keys_of(tmp_path / "keys", 1)
     wrong = keys.bundle(1) if place == "the file" else keys.path
     wrong.chmod(mode | 0o700 if place == "the directory" else mode)
@@ -51,7 +49,7 @@ def test_key_that_others_can_reach_is_refused_with_the_chmod(
     assert found.value.exit_code == 3
 
 
-def test_key_under_another_name_is_refused(tmp_path: Path) -> None:
+def test_key_under_another_name_is_refused(tmp_path):
     keys = keys_of(tmp_path / "keys", 1)
     keys.bundle(1).rename(keys.bundle(2))
     with pytest.raises(IdentityError, match=r"worker-2\.pem is the key of worker 1"):
@@ -63,7 +61,7 @@ def test_key_under_another_name_is_refused(tmp_path: Path) -> None:
         keys.identity(4)
 
 
-def test_revoked_numbers_stay_and_are_bounded(tmp_path: Path) -> None:
+def test_revoked_numbers_stay_and_are_bounded(tmp_path):
     keys = KeyDirectory(tmp_path / "keys")
     assert keys.revoked() == frozenset()
     keys.revoke([1 << 158, 5])
@@ -77,13 +75,13 @@ def test_revoked_numbers_stay_and_are_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("found", [None, {}, [1], [""], ["x"], ["f" * 41], ["1"] * 1001])
-def test_other_json_is_no_list_of_serial_numbers(found: object) -> None:
+def test_other_json_is_no_list_of_serial_numbers(found):
     with pytest.raises(ValueError):
         serials(found)
     assert serials(texts([255, 1])) == {255, 1}
 
 
-def test_certificates_pass_strict_verification(tmp_path: Path) -> None:
+def test_certificates_pass_strict_verification(tmp_path):
     made = x509.Authority.make()
     identity = Identity.of(made.cluster, 1)
     pem, serial = made.issue(identity)
@@ -109,7 +107,7 @@ def test_certificates_pass_strict_verification(tmp_path: Path) -> None:
         x509.Authority.from_pem(b"no key")
 
 
-def test_authority_is_made_once(tmp_path: Path) -> None:
+def test_authority_is_made_once(tmp_path):
     keys = KeyDirectory(tmp_path / "keys")
     made, is_new = certificates.ensure_authority(keys)
     again, is_new_again = certificates.ensure_authority(keys)
@@ -119,7 +117,7 @@ def test_authority_is_made_once(tmp_path: Path) -> None:
     assert keys.processes() == ["local", "1", "two"]
 
 
-def test_machine_that_has_joined_makes_no_authority_of_its_own(tmp_path: Path) -> None:
+def test_machine_that_has_joined_makes_no_authority_of_its_own(tmp_path):
     keys = keys_of(tmp_path / "keys", 1)
     with pytest.raises(IdentityError, match="not the authority that made them"):
         certificates.ensure_authority(keys)
@@ -127,7 +125,7 @@ def test_machine_that_has_joined_makes_no_authority_of_its_own(tmp_path: Path) -
         certificates.revoke(keys, 2)
 
 
-def test_revoking_takes_back_all_that_a_process_got(tmp_path: Path) -> None:
+def test_revoking_takes_back_all_that_a_process_got(tmp_path):
     keys = KeyDirectory(tmp_path / "keys")
     made, _ = certificates.ensure_authority(keys)
     numbers = {x509.serial_of(certificates.issue_pem(keys, made, 1)) for _ in range(2)}
@@ -139,7 +137,7 @@ def test_revoking_takes_back_all_that_a_process_got(tmp_path: Path) -> None:
         certificates.revoke(keys, 1)
 
 
-def test_rotating_makes_a_new_cluster_and_lists_members_to_rejoin(tmp_path: Path) -> None:
+def test_rotating_makes_a_new_cluster_and_lists_members_to_rejoin(tmp_path):
     keys = KeyDirectory(tmp_path / "keys")
     before, _ = certificates.ensure_authority(keys)
     certificates.issue_missing(keys, [1])
@@ -152,7 +150,7 @@ def test_rotating_makes_a_new_cluster_and_lists_members_to_rejoin(tmp_path: Path
     assert keys.revoked() == frozenset()
 
 
-def test_keys_of_islands_are_independent_of_those_of_workers(tmp_path: Path) -> None:
+def test_keys_of_islands_are_independent_of_those_of_workers(tmp_path):
     workers = KeyDirectory(tmp_path / "keys")
     islands = workers.of_islands
     own, _ = certificates.ensure_authority(workers)
@@ -187,7 +185,7 @@ def rotated_in_another_process(keys: KeyDirectory, ready: Path) -> subprocess.Po
     return subprocess.Popen([sys.executable, "-c", program, str(keys.path), str(ready)])
 
 
-def test_keys_of_islands_survive_repeated_rotations_of_worker_keys(tmp_path: Path) -> None:
+def test_keys_of_islands_survive_repeated_rotations_of_worker_keys(tmp_path):
     keys, ready = KeyDirectory(tmp_path / "keys"), tmp_path / "ready"
     certificates.ensure_authority(keys)
     made, _ = certificates.ensure_authority(keys.of_islands)
@@ -205,7 +203,7 @@ def test_keys_of_islands_survive_repeated_rotations_of_worker_keys(tmp_path: Pat
     assert listed[1:] == serials
 
 
-def test_certificates_that_several_processes_issue_at_once_are_all_listed(tmp_path: Path) -> None:
+def test_certificates_that_several_processes_issue_at_once_are_all_listed(tmp_path):
     """r10: one that is not listed cannot be revoked."""
     keys = KeyDirectory(tmp_path / "keys")
     certificates.ensure_authority(keys)
@@ -228,9 +226,7 @@ def test_certificates_that_several_processes_issue_at_once_are_all_listed(tmp_pa
     assert keys.revoked() == made
 
 
-def test_process_that_keeps_the_lock_is_waited_for_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_that_keeps_the_lock_is_waited_for_and_named(tmp_path, monkeypatch):
     keys = KeyDirectory(tmp_path / "keys")
     certificates.ensure_authority(keys)
     monkeypatch.setattr(timeouts, "KEYS_S", 0.1)
@@ -246,9 +242,7 @@ def test_process_that_keeps_the_lock_is_waited_for_and_named(
                 change()
 
 
-def test_disk_that_is_full_leaves_the_revoked_machine_revoked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_that_is_full_leaves_the_revoked_machine_revoked(tmp_path, monkeypatch):
     """r01, r12."""
     keys = KeyDirectory(tmp_path / "keys")
     made, _ = certificates.ensure_authority(keys)
@@ -267,9 +261,7 @@ def test_disk_that_is_full_leaves_the_revoked_machine_revoked(
     assert keys.revoked() == frozenset()
 
 
-def test_keys_that_are_half_replaced_are_finished_by_the_next_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_that_are_half_replaced_are_finished_by_the_next_user(tmp_path, monkeypatch):
     keys = KeyDirectory(tmp_path / "keys")
     made, _ = certificates.ensure_authority(keys)
     certificates.issue_pem(keys, made, 2)
@@ -288,7 +280,7 @@ def test_keys_that_are_half_replaced_are_finished_by_the_next_user(
 
 
 @posix
-def test_directory_may_be_a_link(tmp_path: Path) -> None:
+def test_directory_may_be_a_link(tmp_path):
     (tmp_path / "disk" / "k").mkdir(mode=0o700, parents=True)
     (tmp_path / "hetero_keys").symlink_to(tmp_path / "disk" / "k")
     keys = KeyDirectory(tmp_path / "hetero_keys")
@@ -301,9 +293,7 @@ def test_directory_may_be_a_link(tmp_path: Path) -> None:
 
 @posix
 @pytest.mark.parametrize("umask", [0, 0o022, 0o777 & ~0o700])
-def test_every_directory_that_is_made_is_for_this_user_alone_and_ignored_by_git(
-    umask: int, tmp_path: Path
-) -> None:
+def test_every_directory_that_is_made_is_for_this_user_alone_and_ignored_by_git(umask, tmp_path):
     """r07: the first key may be one of islands."""
     keys = KeyDirectory(tmp_path / "hetero_keys")
     before = os.umask(umask)
@@ -319,9 +309,7 @@ def test_every_directory_that_is_made_is_for_this_user_alone_and_ignored_by_git(
 
 
 @posix
-def test_directory_that_others_can_read_is_closed_to_them_or_refused(
-    tmp_path: Path, logged: list[str]
-) -> None:
+def test_directory_that_others_can_read_is_closed_to_them_or_refused(tmp_path, logged):
     usual, other = KeyDirectory(tmp_path / "hetero_keys"), KeyDirectory(tmp_path / "mine")
     for keys in (usual, other):
         keys.path.mkdir()
@@ -339,7 +327,7 @@ def test_directory_that_others_can_read_is_closed_to_them_or_refused(
 @posix
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives away")
 @pytest.mark.parametrize("place", ["the file", "the directory"])
-def test_key_that_another_user_owns_is_refused(place: str, tmp_path: Path) -> None:
+def test_key_that_another_user_owns_is_refused(place, tmp_path):
     keys = keys_of(tmp_path / "keys", 1)
     wrong = keys.bundle(1) if place == "the file" else keys.path
     os.chown(wrong, 12345, -1)
@@ -347,7 +335,7 @@ def test_key_that_another_user_owns_is_refused(place: str, tmp_path: Path) -> No
         keys.identity(1)
 
 
-def test_authority_that_was_rotated_meanwhile_signs_nothing(tmp_path: Path) -> None:
+def test_authority_that_was_rotated_meanwhile_signs_nothing(tmp_path):
     keys = KeyDirectory(tmp_path / "keys")
     made, _ = certificates.ensure_authority(keys)
     certificates.rotate(keys)

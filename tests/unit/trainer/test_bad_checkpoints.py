@@ -23,7 +23,6 @@ from hetero_framework.cli import main
 from hetero_framework.trainer import run_checkpoint
 from hetero_framework.trainer.checkpoint import MANIFEST, CheckpointStore
 from hetero_framework.trainer.outputs import RunDirectories
-from tests.alone import Alone
 
 FILE = "stage-0.0.safetensors"
 Tensors = dict[str, torch.Tensor]
@@ -230,15 +229,13 @@ SAVING = {"save_strategy": "steps", "save_steps": 1}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """Where the run with checkpoints 1 and 2 is kept; made by the first test that needs it."""
     return tmp_path_factory.mktemp("trained")
 
 
 @pytest.fixture
-def resume(
-    alone: Alone, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
+def resume(alone, trained, tmp_path, capsys):
     """`hetero train --resume` in a copy of the run, in which checkpoint 2 has been damaged: exit
     code and everything that it said."""
     file = tmp_path / "config.json"
@@ -266,7 +263,7 @@ def resume(
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no modes, and links need a privilege")
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_bad_checkpoint(row: Row, resume: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_a_bad_checkpoint(row, resume, tmp_path):
     row.damage(tmp_path / "run" / "checkpoints" / "step_2")
     code, said = resume(row.resume)
     assert code == row.code, said
@@ -280,7 +277,7 @@ def test_a_bad_checkpoint(row: Row, resume: Callable[..., tuple[int, str]], tmp_
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no user numbers")
-def test_94_a_checkpoint_of_another_user(resume, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_94_a_checkpoint_of_another_user(resume, monkeypatch):
     own = os.geteuid()
     monkeypatch.setattr(file_trust.os, "geteuid", lambda: own + 1)
     monkeypatch.setattr(file_trust, "_hides_owners", lambda directory, entry: False)
@@ -294,7 +291,7 @@ def test_94_a_checkpoint_of_another_user(resume, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(not hasattr(os, "chown") or os.geteuid() != 0, reason="chown is for root")
-def test_94_a_checkpoint_that_somebody_else_put_there(resume, tmp_path: Path) -> None:
+def test_94_a_checkpoint_that_somebody_else_put_there(resume, tmp_path):
     planted = tmp_path / "run" / "checkpoints" / "step_2" / FILE
     os.chown(planted, 54321, -1)
     code, said = resume("latest")
@@ -304,9 +301,7 @@ def test_94_a_checkpoint_that_somebody_else_put_there(resume, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no modes")
-def test_94_a_checkpoint_on_a_disk_without_modes_is_read(
-    resume, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_94_a_checkpoint_on_a_disk_without_modes_is_read(resume, tmp_path, monkeypatch):
     """FAT and some network disks show 777 for all files, also for those of this run."""
     (tmp_path / "new").touch()
     (tmp_path / "new").chmod(0o777)
@@ -321,9 +316,7 @@ def test_94_a_checkpoint_on_a_disk_without_modes_is_read(
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
-def test_96_a_disk_for_less_than_two_checkpoints_is_reported(
-    resume, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_96_a_disk_for_less_than_two_checkpoints_is_reported(resume, tmp_path, monkeypatch):
     usage = Usage(1 << 20, 0, 100_000)
     monkeypatch.setattr(run_checkpoint.shutil, "disk_usage", lambda path: usage)
     code, said = resume("latest", save_total_limit=1)
@@ -337,7 +330,7 @@ def test_96_a_disk_for_less_than_two_checkpoints_is_reported(
     )
 
 
-def test_101_a_directory_in_use_names_process_and_host(resume, alone: Alone) -> None:
+def test_101_a_directory_in_use_names_process_and_host(resume, alone):
     config = alone()
     with RunDirectories(config, CheckpointStore(config.checkpoints)):
         code, said = resume("latest")

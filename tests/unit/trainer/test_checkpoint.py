@@ -45,11 +45,11 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
+def store(tmp_path):
     return CheckpointStore(tmp_path / "checkpoints")
 
 
-def test_read_returns_every_tensor_bit_for_bit(store: CheckpointStore) -> None:
+def test_read_returns_every_tensor_bit_for_bit(store):
     special = {
         "weights/nan": torch.tensor([float("nan"), float("inf"), -0.0, 1e-45]),
         "weights/half": torch.randn(7).to(torch.bfloat16),
@@ -69,7 +69,7 @@ def test_read_returns_every_tensor_bit_for_bit(store: CheckpointStore) -> None:
         assert raw_bytes(found[name]) == raw_bytes(tensor)
 
 
-def test_tied_weights_are_saved_twice_and_equal(store: CheckpointStore) -> None:
+def test_tied_weights_are_saved_twice_and_equal(store):
     weight = torch.randn(4, 4)
     with store.begin(1) as writer:
         writer.add(0, 0, {"weights/embedding": weight, "weights/head": weight})
@@ -80,7 +80,7 @@ def test_tied_weights_are_saved_twice_and_equal(store: CheckpointStore) -> None:
     assert found["weights/embedding"].data_ptr() != found["weights/head"].data_ptr()
 
 
-def test_manifest_names_files_hashes_and_tensors(store: CheckpointStore) -> None:
+def test_manifest_names_files_hashes_and_tensors(store):
     directory = save(store, 7, plan=[{"id": "local"}])
     manifest = store.open(7).manifest
     assert (manifest["step"], manifest["seed"], manifest["plan"]) == (7, 1, [{"id": "local"}])
@@ -96,7 +96,7 @@ def test_manifest_names_files_hashes_and_tensors(store: CheckpointStore) -> None
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no modes")
-def test_only_the_owner_may_read_a_checkpoint(store: CheckpointStore) -> None:
+def test_only_the_owner_may_read_a_checkpoint(store):
     before = os.umask(0)
     try:
         directory = save(store, 1)
@@ -106,13 +106,13 @@ def test_only_the_owner_may_read_a_checkpoint(store: CheckpointStore) -> None:
     assert {oct(path.stat().st_mode & 0o777) for path in directory.iterdir()} == {"0o600"}
 
 
-def test_read_missing_names_are_listed_at_once(store: CheckpointStore) -> None:
+def test_read_missing_names_are_listed_at_once(store):
     save(store, 3)
     with pytest.raises(CheckpointError, match=r"lacks 2 of 3 tensors: weights/x, weights/y"):
         store.open(3).read(["weights/a", "weights/x", "weights/y"])
 
 
-def test_writer_refuses_a_name_twice_and_leaves_nothing(store: CheckpointStore) -> None:
+def test_writer_refuses_a_name_twice_and_leaves_nothing(store):
     with store.begin(1) as writer:
         writer.add(0, 0, tensors_of(1))
         with pytest.raises(CheckpointError, match="'optimizer/exp_avg/a' from two stages"):
@@ -120,7 +120,7 @@ def test_writer_refuses_a_name_twice_and_leaves_nothing(store: CheckpointStore) 
     assert list(store.root.iterdir()) == []
 
 
-def test_writer_without_commit_leaves_nothing(store: CheckpointStore) -> None:
+def test_writer_without_commit_leaves_nothing(store):
     save(store, 1)
 
     def interrupted() -> None:
@@ -133,14 +133,14 @@ def test_writer_without_commit_leaves_nothing(store: CheckpointStore) -> None:
     assert [p.name for p in store.root.iterdir()] == ["step_1"]
 
 
-def test_commit_replaces_the_same_step(store: CheckpointStore) -> None:
+def test_commit_replaces_the_same_step(store):
     save(store, 4, attempt=1)
     save(store, 4, attempt=2)
     assert store.open(4).manifest["attempt"] == 2
     assert [p.name for p in store.root.iterdir()] == ["step_4"]
 
 
-def test_commit_deletes_the_lowest_beyond_the_limit(tmp_path: Path) -> None:
+def test_commit_deletes_the_lowest_beyond_the_limit(tmp_path):
     store = CheckpointStore(tmp_path, save_total_limit=2)
     for step in (10, 20, 30):
         save(store, step)
@@ -151,7 +151,7 @@ def test_commit_deletes_the_lowest_beyond_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, [10, 40]), (2, [10, 40]), (3, [10, 30, 40])])
-def test_the_best_one_is_kept_and_counts(limit: int, kept: list[int], tmp_path: Path) -> None:
+def test_the_best_one_is_kept_and_counts(limit, kept, tmp_path):
     store = CheckpointStore(tmp_path, save_total_limit=limit)
     store.best_steps = [10, 25]  # the latter has none
     for step in (10, 20, 30, 40):
@@ -159,9 +159,7 @@ def test_the_best_one_is_kept_and_counts(limit: int, kept: list[int], tmp_path: 
     assert store.complete_steps() == kept
 
 
-def test_a_failed_rotation_is_reported_and_does_not_end_the_run(
-    tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_rotation_is_reported_and_does_not_end_the_run(tmp_path, logged, monkeypatch):
     store = CheckpointStore(tmp_path, save_total_limit=1)
     save(store, 1)
     replace = os.replace
@@ -178,7 +176,7 @@ def test_a_failed_rotation_is_reported_and_does_not_end_the_run(
     assert "could not delete the old checkpoint" in logged[0]
 
 
-def test_resolve_latest_and_number(store: CheckpointStore) -> None:
+def test_resolve_latest_and_number(store):
     for step in (2, 10):
         save(store, step)
     assert store.resolve("latest").step == 10
@@ -187,12 +185,12 @@ def test_resolve_latest_and_number(store: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize("which", ["newest", "-1", "1.5", True, ""])
-def test_resolve_nonsense_is_refused(store: CheckpointStore, which: str) -> None:
+def test_resolve_nonsense_is_refused(store, which):
     with pytest.raises(CheckpointError, match="give a step number or 'latest'"):
         store.resolve(which)
 
 
-def test_resolve_absent_number_lists_the_complete_ones(store: CheckpointStore) -> None:
+def test_resolve_absent_number_lists_the_complete_ones(store):
     for step in (20, 100):
         save(store, step)
     (store.root / "step_50").mkdir()
@@ -202,7 +200,7 @@ def test_resolve_absent_number_lists_the_complete_ones(store: CheckpointStore) -
         store.resolve(50)
 
 
-def test_resolve_without_any_checkpoint_says_so(store: CheckpointStore) -> None:
+def test_resolve_without_any_checkpoint_says_so(store):
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         store.resolve("latest")
     with pytest.raises(CheckpointError, match="there is no complete one"):
@@ -239,9 +237,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_damaged_number_is_refused_and_latest_falls_back(
-    store: CheckpointStore, logged: list[str], kind: str
-) -> None:
+def test_damaged_number_is_refused_and_latest_falls_back(store, logged, kind):
     name, damage, text = DAMAGES[kind]
     for step in (1, 2):
         save(store, step)
@@ -258,17 +254,13 @@ def test_damaged_number_is_refused_and_latest_falls_back(
     assert logged[0].endswith("; using checkpoint 1")
 
 
-def test_a_checkpoint_that_lost_its_manifest_is_not_passed_over_in_silence(
-    store: CheckpointStore,
-) -> None:
+def test_a_checkpoint_that_lost_its_manifest_is_not_passed_over_in_silence(store):
     (save(store, 2) / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"(?s)checkpoint 2 is incomplete.*no valid"):
         store.resolve("latest")
 
 
-def test_a_disk_that_dies_after_the_commit_is_reported(
-    tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_dies_after_the_commit_is_reported(tmp_path, logged, monkeypatch):
     """Found by the sweep: what rotation could not look at raised OSError, which ended the run."""
     store = CheckpointStore(tmp_path, save_total_limit=1)
     save(store, 1)
@@ -287,8 +279,8 @@ def test_a_disk_that_dies_after_the_commit_is_reported(
 
 @pytest.mark.parametrize("operation", ["directory", "size", "tensors"])
 def test_a_disk_that_cannot_be_read_makes_a_damaged_checkpoint(
-    store: CheckpointStore, logged: list[str], monkeypatch: pytest.MonkeyPatch, operation: str
-) -> None:
+    store, logged, monkeypatch, operation
+):
     """Found by the sweep: these raised OSError or RuntimeError."""
     save(store, 1)
     save(store, 2)
@@ -319,14 +311,14 @@ def test_a_disk_that_cannot_be_read_makes_a_damaged_checkpoint(
     assert logged[0].endswith("; using checkpoint 1")
 
 
-def test_latest_names_every_damaged_checkpoint(store: CheckpointStore) -> None:
+def test_latest_names_every_damaged_checkpoint(store):
     for step in (1, 2):
         flip_a_bit(save(store, step) / "stage-0.0.safetensors")
     with pytest.raises(CheckpointError, match=r"(?s)checkpoint 2 .*checkpoint 1 .*no valid"):
         store.resolve("latest")
 
 
-def test_manifest_cannot_name_a_file_elsewhere(store: CheckpointStore) -> None:
+def test_manifest_cannot_name_a_file_elsewhere(store):
     path = save(store, 1) / "manifest.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     content.pop("digest")
@@ -337,7 +329,7 @@ def test_manifest_cannot_name_a_file_elsewhere(store: CheckpointStore) -> None:
         store.open(1)
 
 
-def test_leftovers_are_removed_and_reported(store: CheckpointStore, logged: list[str]) -> None:
+def test_leftovers_are_removed_and_reported(store, logged):
     save(store, 1)
     for name in ("step_2.tmp", "step_3.trash"):
         (store.root / name).mkdir()
@@ -349,9 +341,7 @@ def test_leftovers_are_removed_and_reported(store: CheckpointStore, logged: list
     assert [line.split(",")[0] for line in logged] == ["removed step_2.tmp", "removed step_3.trash"]
 
 
-def test_interrupted_replacement_is_found_and_put_back(
-    store: CheckpointStore, logged: list[str]
-) -> None:
+def test_interrupted_replacement_is_found_and_put_back(store, logged):
     save(store, 5).rename(store.root / "step_5.old")
     assert store.resolve("latest").step == 5
     store.clean()
@@ -359,7 +349,7 @@ def test_interrupted_replacement_is_found_and_put_back(
     assert "put checkpoint 5 back" in logged[0]
 
 
-def test_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_root_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("x", encoding="utf-8")
     for root in (tmp_path / "file", tmp_path / "file" / "below"):
         store = CheckpointStore(root)
@@ -369,9 +359,7 @@ def test_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
             store.complete_steps()
 
 
-def test_root_that_cannot_be_written_is_refused(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_root_that_cannot_be_written_is_refused(store, monkeypatch):
     def refuse(self: Path, *args: object, **kwargs: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(self))
 
@@ -381,9 +369,7 @@ def test_root_that_cannot_be_written_is_refused(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="symbolic links need a privilege on Windows")
-def test_symbolic_links_in_the_way_are_refused_and_untouched(
-    store: CheckpointStore, tmp_path: Path
-) -> None:
+def test_symbolic_links_in_the_way_are_refused_and_untouched(store, tmp_path):
     save(store, 1)
     elsewhere = tmp_path / "elsewhere"
     save(CheckpointStore(elsewhere), 2)
@@ -407,9 +393,7 @@ def test_symbolic_links_in_the_way_are_refused_and_untouched(
         ("sync_directory", OSError(errno.ENOSPC, "No space left on device")),
     ],
 )
-def test_full_disk_is_a_resource_error_and_keeps_the_old(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, operation: str, error: Exception
-) -> None:
+def test_full_disk_is_a_resource_error_and_keeps_the_old(store, monkeypatch, operation, error):
     save(store, 1)
 
     def fail(*args: object) -> None:
@@ -423,7 +407,7 @@ def test_full_disk_is_a_resource_error_and_keeps_the_old(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no RLIMIT_FSIZE")
-def test_disk_that_fills_for_real_keeps_the_old(tmp_path: Path) -> None:
+def test_disk_that_fills_for_real_keeps_the_old(tmp_path):
     """The operating system itself refuses the bytes (a limit on the size of files)."""
     script = """
         import resource, sys, torch
@@ -513,7 +497,7 @@ _KILL_SCRIPT = """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_kill_at_every_file_operation_leaves_old_or_new(tmp_path: Path) -> None:
+def test_kill_at_every_file_operation_leaves_old_or_new(tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(_KILL_SCRIPT), str(tmp_path)],
         capture_output=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from hetero_framework.data.train_data import TrainData, load_data
 from hetero_framework.errors import CheckpointError
 from hetero_framework.trainer.continuation import check_identity, contents, identity, versions
 from hetero_framework.trainer.resolution import Resolved
-from tests.alone import Alone
 from tests.installed import needs, whole
 from tests.samples import save_texts
 
@@ -63,15 +61,13 @@ def take_up(reader: Any, config: Config) -> None:
 
 
 @needs("islands")
-def test_an_unchanged_run_resumes_without_remarks(alone: Alone, logged: list[str]) -> None:
+def test_an_unchanged_run_resumes_without_remarks(alone, logged):
     take_up(checkpoint(alone(**ALL)), alone(**ALL))
     assert logged == []
 
 
 @whole
-def test_each_setting_of_the_schema_is_refused_reported_or_free(
-    alone: Alone, logged: list[str]
-) -> None:
+def test_each_setting_of_the_schema_is_refused_reported_or_free(alone, logged):
     config = alone(**ALL, training={"run_name": "a"})  # of an extra that this run does not ask for
     (data, now), resolved = loaded(config), Resolved.start(config)
     seen = {}
@@ -102,14 +98,14 @@ def test_each_setting_of_the_schema_is_refused_reported_or_free(
     assert seen == {name: words[effect] for name, effect in effects.effects().items()}
 
 
-def test_a_changed_setting_that_may_change_is_reported(alone: Alone, logged: list[str]) -> None:
+def test_a_changed_setting_that_may_change_is_reported(alone, logged):
     take_up(checkpoint(alone()), alone(training={"max_grad_norm": 0.5, "log_level": "ERROR"}))
     assert logged == [
         "training.max_grad_norm was 1.0 at checkpoint 1, now it is 0.5; the run goes on with that"
     ]
 
 
-def test_all_settings_that_may_not_change_are_named(alone: Alone) -> None:
+def test_all_settings_that_may_not_change_are_named(alone):
     reader = checkpoint(alone())
     other = alone(training={"seed": 7, "optim_args": "a=1"}, adapter={"r": 2})
     with pytest.raises(CheckpointError) as caught:
@@ -121,9 +117,7 @@ def test_all_settings_that_may_not_change_are_named(alone: Alone) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "polynomial"])
-def test_more_epochs_are_reported_with_the_learning_rate(
-    alone: Alone, logged: list[str], kind: str
-) -> None:
+def test_more_epochs_are_reported_with_the_learning_rate(alone, logged, kind):
     """Eight examples, four in a step: two steps an epoch. The rates are transformers'."""
     training = {"max_steps": -1, "num_train_epochs": 1, "lr_scheduler_type": kind}
 
@@ -144,7 +138,7 @@ def test_more_epochs_are_reported_with_the_learning_rate(
     assert logged == [f"{epochs} with that", *[rates] * (kind != "constant")]
 
 
-def test_another_precision_of_a_layer_is_refused(alone: Alone) -> None:
+def test_another_precision_of_a_layer_is_refused(alone):
     started = alone()
     data, now = loaded(started)
     config = started.with_changes(
@@ -160,9 +154,7 @@ def test_another_precision_of_a_layer_is_refused(alone: Alone) -> None:
         check_identity(reader, Resolved.start(alike), data, now)
 
 
-def test_other_spellings_of_a_folder_or_list_are_no_change(
-    alone: Alone, alone_model: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_spellings_of_a_folder_or_list_are_no_change(alone, alone_model, logged, monkeypatch):
     monkeypatch.setenv("HOME", str(alone_model.parent))
     monkeypatch.setenv("USERPROFILE", str(alone_model.parent))
     reader = checkpoint(alone(adapter={"target_modules": ["q_proj", "v_proj"]}))
@@ -171,7 +163,7 @@ def test_other_spellings_of_a_folder_or_list_are_no_change(
     assert logged == []
 
 
-def test_other_data_are_refused_with_the_change(alone: Alone, tmp_path: Path) -> None:
+def test_other_data_are_refused_with_the_change(alone, tmp_path):
     reader = checkpoint(alone())
     texts = str(tmp_path / "texts.jsonl")
     with pytest.raises(CheckpointError, match=r"data.max_length was 32, now it is 4\)"):
@@ -181,9 +173,7 @@ def test_other_data_are_refused_with_the_change(alone: Alone, tmp_path: Path) ->
         take_up(reader, alone())
 
 
-def test_changes_outside_of_the_settings_are_reported(
-    alone: Alone, alone_model: Path, tmp_path: Path, logged: list[str]
-) -> None:
+def test_changes_outside_of_the_settings_are_reported(alone, alone_model, tmp_path, logged):
     """The same tokens to train on, but another tokenizer, template, evaluation and libraries."""
     model = tmp_path / "model"
     shutil.copytree(alone_model, model)

@@ -82,9 +82,7 @@ OFTEN = [("mkdir", errno.EROFS), ("rename", errno.ENOSPC)]
         for code in CODES
     ],
 )
-def test_a_save_that_fails_twice_does_not_end_the_run(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch, operation: str, code: int
-) -> None:
+def test_a_save_that_fails_twice_does_not_end_the_run(alone, monkeypatch, operation, code):
     config, notes = alone(training=SAVING), Notes()
     if operation == "mkdir":
         fail_mkdir(monkeypatch, config, 2, code)
@@ -95,9 +93,7 @@ def test_a_save_that_fails_twice_does_not_end_the_run(
     assert sum("could not be written" in line for line in notes.lines) == 2
 
 
-def test_the_third_failed_save_in_a_row_ends_the_run_with_code_6(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_third_failed_save_in_a_row_ends_the_run_with_code_6(alone, monkeypatch):
     config = alone(training=SAVING)
     fail_mkdir(monkeypatch, config, 100, errno.EIO)
     with pytest.raises(ResourceError, match="cannot write a checkpoint") as raised:
@@ -107,9 +103,7 @@ def test_the_third_failed_save_in_a_row_ends_the_run_with_code_6(
     assert [line["step"] for line in lines_of(config)] == [1, 2, 3]
 
 
-def test_metrics_that_cannot_be_written_do_not_end_the_run(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_that_cannot_be_written_do_not_end_the_run(alone, monkeypatch):
     config = alone()
     real = metrics.StepLines._append
 
@@ -124,7 +118,7 @@ def test_metrics_that_cannot_be_written_do_not_end_the_run(
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary(tmp_path, monkeypatch):
     """The directory of temporary files."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(run_checkpoint.tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -141,8 +135,8 @@ def advised(config: Config, error: Exception) -> tuple[Config, str]:
 
 @pytest.mark.parametrize("checkpoints_fail", [False, True])
 def test_an_export_that_fails_leaves_a_checkpoint_and_the_advice_works(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch, temporary: Path, checkpoints_fail: bool
-) -> None:
+    alone, monkeypatch, temporary, checkpoints_fail
+):
     config = alone()
 
     def refuse(*args: Any) -> Path:
@@ -159,9 +153,7 @@ def test_an_export_that_fails_leaves_a_checkpoint_and_the_advice_works(
     assert (train(again, resume=resume).files["model"] / "model.safetensors").is_file()
 
 
-def test_an_export_is_tried_again_while_nothing_can_be_written(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch, temporary: Path
-) -> None:
+def test_an_export_is_tried_again_while_nothing_can_be_written(alone, monkeypatch, temporary):
     config, notes, real, tries = alone(), Notes(), outputs.export, []
 
     def refuse(*args: Any) -> Path:
@@ -182,9 +174,7 @@ def test_an_export_is_tried_again_while_nothing_can_be_written(
     assert sum("next try in" in line for line in notes.lines) == 2
 
 
-def test_a_failed_last_checkpoint_does_not_keep_the_result_from_being_written(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_last_checkpoint_does_not_keep_the_result_from_being_written(alone, monkeypatch):
     config = alone(training={"save_strategy": "epoch", "max_steps": 2})
     fail_mkdir(monkeypatch, config, 100, errno.ENOSPC)
     assert train(config).files["model"].is_dir()
@@ -199,7 +189,7 @@ def with_evaluation(alone: Alone, tmp_path: Path, **training: Any) -> Config:
     return alone(data=data, training={**EVALUATING, **training})
 
 
-def test_evaluation_by_steps_comes_at_the_end_too(alone: Alone, tmp_path: Path) -> None:
+def test_evaluation_by_steps_comes_at_the_end_too(alone, tmp_path):
     config = with_evaluation(alone, tmp_path)
     train(config)
     assert [line["step"] for line in lines_of(config) if "eval_loss" in line] == [3, 4]
@@ -221,9 +211,7 @@ def watch_evaluation(monkeypatch: pytest.MonkeyPatch, asked: Callable[[int], Non
     monkeypatch.setattr(TrainData, "eval_batches", watched)
 
 
-def test_evaluation_keeps_no_batch_that_is_done(
-    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_keeps_no_batch_that_is_done(alone, tmp_path, monkeypatch):
     made: list[int] = []
     finished: list[int] = []
     watch_evaluation(monkeypatch, made.append)
@@ -245,9 +233,7 @@ def test_evaluation_keeps_no_batch_that_is_done(
     assert finished == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_stop_is_heard_between_evaluation_batches_and_saves(
-    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_is_heard_between_evaluation_batches_and_saves(alone, tmp_path, monkeypatch):
     made: list[int] = []
 
     def asked(index: int) -> None:
@@ -271,8 +257,8 @@ def test_a_stop_is_heard_between_evaluation_batches_and_saves(
 
 
 def test_a_stop_with_a_full_disk_saves_elsewhere_and_the_advice_works(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch, temporary: Path
-) -> None:
+    alone, monkeypatch, temporary
+):
     real = Coordinator.train_step
 
     def step(self: Coordinator) -> metrics.StepReport | None:
@@ -291,9 +277,7 @@ def test_a_stop_with_a_full_disk_saves_elsewhere_and_the_advice_works(
     assert train(again, resume=resume).steps == 4
 
 
-def test_a_stop_before_anything_is_saved_says_so(
-    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_before_anything_is_saved_says_so(alone, tmp_path, monkeypatch):
     def evaluate(self: Coordinator) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -302,9 +286,7 @@ def test_a_stop_before_anything_is_saved_says_so(
         train(with_evaluation(alone, tmp_path, eval_on_start=True))
 
 
-def test_a_stop_without_a_checkpoint_names_the_step_to_continue_after(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_without_a_checkpoint_names_the_step_to_continue_after(alone, monkeypatch):
     """Ctrl-C, and "n" to the question: the durable step is still there."""
     config = alone(adapter={"r": 4, "target_modules": "all-linear"})
 
@@ -324,9 +306,7 @@ def test_a_stop_without_a_checkpoint_names_the_step_to_continue_after(
 
 @needs("observe")
 @pytest.mark.parametrize("adapter", [None, {"r": 4, "target_modules": "all-linear"}])
-def test_a_run_lists_working_commands_for_its_result(
-    alone: Alone, adapter: dict[str, Any] | None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_lists_working_commands_for_its_result(alone, adapter, capfd):
     """The commands work as they are printed."""
     config = alone(adapter=adapter, training={**SAVING, "max_steps": 2})
     train(config)
@@ -345,7 +325,7 @@ def test_a_run_lists_working_commands_for_its_result(
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_finished_run_started_again_keeps_its_result(alone: Alone, reads: bool) -> None:
+def test_a_finished_run_started_again_keeps_its_result(alone, reads):
     """It is moved aside, unless the new run begins with it."""
     settings = {"r": 4, "target_modules": "all-linear"}
     train(alone(adapter=settings, training={"max_steps": 1}))
@@ -362,9 +342,7 @@ def test_a_finished_run_started_again_keeps_its_result(alone: Alone, reads: bool
 
 
 @pytest.mark.parametrize("changed", ["data", "adapter"])
-def test_a_changed_run_is_refused_before_anything_is_loaded(
-    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
-) -> None:
+def test_a_changed_run_is_refused_before_anything_is_loaded(alone, tmp_path, monkeypatch, changed):
     saving, adapter = {**SAVING, "max_steps": 1}, {"r": 4, "target_modules": "all-linear"}
     train(alone(training=saving, adapter=adapter))
     if changed == "data":
@@ -376,7 +354,7 @@ def test_a_changed_run_is_refused_before_anything_is_loaded(
         train(alone(training=saving, adapter=adapter), resume="latest")
 
 
-def test_logging_dir_may_be_output_dir(alone: Alone) -> None:
+def test_logging_dir_may_be_output_dir(alone):
     config = alone()
     training = {"logging_dir": str(config.output_dir), "report_to": "tensorboard", "max_steps": 1}
     for _ in range(2):
@@ -386,7 +364,7 @@ def test_logging_dir_may_be_output_dir(alone: Alone) -> None:
 
 
 @pytest.mark.parametrize("under_way", [True, False])
-def test_a_step_that_ends_its_worker_is_told_with_the_samples_of_this_part(under_way: bool) -> None:
+def test_a_step_that_ends_its_worker_is_told_with_the_samples_of_this_part(under_way):
     run = object.__new__(Coordinator)
     run._state, run._deaths = TrainState(step=4, jumped=2), Counter({(1, 4): 2})
     run._part = StepPart(9, [], [[14, 15], [3]], 1) if under_way else None
@@ -395,7 +373,7 @@ def test_a_step_that_ends_its_worker_is_told_with_the_samples_of_this_part(under
     assert ("the samples of the step: 14, 15, 3 (" in raised.value.hint) == under_way
 
 
-def test_a_mean_of_infinities_of_both_signs_is_no_number() -> None:
+def test_a_mean_of_infinities_of_both_signs_is_no_number():
     inf = math.inf
     for sums in ([inf, -inf], [1e308, 1e308], [inf, math.nan]):
         assert not math.isfinite(sample_mean(sums, [1, 1], [1, 1], 0.0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,9 +32,7 @@ from tests.samples import plan_of
         (100.0, 900.0, 1),
     ],
 )
-def test_copies_are_as_frequent_as_their_share_of_the_time_allows(
-    copy_s: float, step_s: float, steps: int
-) -> None:
+def test_copies_are_as_frequent_as_their_share_of_the_time_allows(copy_s, step_s, steps):
     assert interval_steps(copy_s, step_s) == steps
 
 
@@ -69,7 +66,7 @@ def machine() -> dict[str, Any]:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def config(tmp_path):
     return Config.from_dict(
         {
             "coordinator": machine(),
@@ -82,12 +79,12 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def pipeline() -> Pipeline:
+def pipeline():
     return Pipeline()
 
 
 @pytest.fixture
-def durable(config: Config, pipeline: Pipeline) -> DurableSteps:
+def durable(config, pipeline):
     return DurableSteps(
         config,
         SimpleNamespace(pipeline=pipeline),  # type: ignore[arg-type]
@@ -95,9 +92,7 @@ def durable(config: Config, pipeline: Pipeline) -> DurableSteps:
     )
 
 
-def test_a_copied_step_is_in_memory_and_on_the_disk(
-    durable: DurableSteps, config: Config, pipeline: Pipeline
-) -> None:
+def test_a_copied_step_is_in_memory_and_on_the_disk(durable, config, pipeline):
     state = TrainState(step=4)
     stages = durable.take(state)
     assert durable.newest.state == state
@@ -110,16 +105,14 @@ def test_a_copied_step_is_in_memory_and_on_the_disk(
     assert not durable_store(config).root.exists()
 
 
-def test_a_copied_step_has_its_own_memory(durable: DurableSteps, pipeline: Pipeline) -> None:
+def test_a_copied_step_has_its_own_memory(durable, pipeline):
     stages = durable.take(TrainState())
     pipeline.weights[0].fill_(7)
     assert stages[0].parts[0].tensors["weights/0"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_state_that_is_not_finite_does_not_replace_the_one_before(
-    durable: DurableSteps, pipeline: Pipeline, bad: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_state_that_is_not_finite_does_not_replace_the_one_before(durable, pipeline, bad, caplog):
     durable.take(TrainState(step=1))
     pipeline.weights[1][0] = bad
     with caplog.at_level(logging.WARNING, "hetero_framework"):
@@ -128,9 +121,7 @@ def test_a_state_that_is_not_finite_does_not_replace_the_one_before(
     assert "weights/1 of stage 1 is not finite after step 2" in caplog.text
 
 
-def test_going_back_gives_the_step_and_the_state_of_its_stages(
-    durable: DurableSteps, pipeline: Pipeline
-) -> None:
+def test_going_back_gives_the_step_and_the_state_of_its_stages(durable, pipeline):
     assert durable.rewind() is None
     pipeline.committed = 3
     stages = durable.take(TrainState(step=4))
@@ -139,9 +130,7 @@ def test_going_back_gives_the_step_and_the_state_of_its_stages(
     assert pipeline.rewound == [(3, {k: held.digest for k, held in stages.items()})]
 
 
-def test_a_copy_that_changed_in_memory_is_not_used(
-    durable: DurableSteps, pipeline: Pipeline, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_copy_that_changed_in_memory_is_not_used(durable, pipeline, caplog):
     stages = durable.take(TrainState(step=4))
     stages[1].parts[0].tensors["weights/1"][0] = 1.0
     with caplog.at_level(logging.WARNING, "hetero_framework"):
@@ -150,9 +139,7 @@ def test_a_copy_that_changed_in_memory_is_not_used(
     assert "the copy of stage 1 after step 4 has changed here" in caplog.text
 
 
-def test_a_link_that_breaks_when_a_copy_begins_costs_no_later_copy(
-    durable: DurableSteps, pipeline: Pipeline
-) -> None:
+def test_a_link_that_breaks_when_a_copy_begins_costs_no_later_copy(durable, pipeline):
     durable.after_step(TrainState(step=1), 0.1)
     pipeline.breaks = True
     with pytest.raises(LinkLost):
@@ -163,7 +150,7 @@ def test_a_link_that_breaks_when_a_copy_begins_costs_no_later_copy(
     assert durable.newest.state.step == 3
 
 
-def test_copies_are_made_at_their_interval(durable: DurableSteps, pipeline: Pipeline) -> None:
+def test_copies_are_made_at_their_interval(durable, pipeline):
     made = []
     for step in range(1, 8):
         pipeline.take = None
@@ -174,9 +161,7 @@ def test_copies_are_made_at_their_interval(durable: DurableSteps, pipeline: Pipe
     assert made == [1, 1, 3, 3, 5, 5, 7]
 
 
-def test_a_copy_that_another_reader_of_the_state_replaced_is_begun_again(
-    durable: DurableSteps, pipeline: Pipeline
-) -> None:
+def test_a_copy_that_another_reader_of_the_state_replaced_is_begun_again(durable, pipeline):
     durable.after_step(TrainState(step=1), 0.1)
     durable.after_step(TrainState(step=3), 0.1)
     pipeline.is_copied = False  # as where an island reads the state

@@ -51,7 +51,7 @@ def refusal(cfg: Config, memory: list[StageMemory], *facts: MachineFacts) -> Pla
     return caught.value
 
 
-def test_stages_that_do_not_fit_are_named_with_the_bytes_that_lack() -> None:
+def test_stages_that_do_not_fit_are_named_with_the_bytes_that_lack():
     cfg = config()
     memory = memory_of(cfg)
     need = memory[1].total
@@ -63,7 +63,7 @@ def test_stages_that_do_not_fit_are_named_with_the_bytes_that_lack() -> None:
     assert refused.hint.startswith("give it fewer layers in shard_plan; or an adapter instead")
 
 
-def test_processes_on_one_device_are_counted_together() -> None:
+def test_processes_on_one_device_are_counted_together():
     cfg = config()
     memory = [replace(m, device="cpu") for m in memory_of(cfg)]
     total = sum(m.total for m in memory)
@@ -76,7 +76,7 @@ def test_processes_on_one_device_are_counted_together() -> None:
     check_memory(cfg, memory, apart, LLAMA)
 
 
-def test_only_changes_that_can_be_made_are_advised() -> None:
+def test_only_changes_that_can_be_made_are_advised():
     def advice(cfg: Config, tokens: int = 2048, **more: Any) -> str:
         memory = memory_of(cfg, tokens)
         return refusal(cfg, memory, fact("cuda:0", 1000, **more), fact("cuda:1")).hint or ""
@@ -106,7 +106,7 @@ def test_only_changes_that_can_be_made_are_advised() -> None:
     assert "loss_chunk_tokens" not in (refusal(chunked, memory, fact("cuda:0"), last).hint or "")
 
 
-def test_streamed_layers_are_advised_with_their_number_where_they_suffice() -> None:
+def test_streamed_layers_are_advised_with_their_number_where_they_suffice():
     cfg = config({"r": 2}, cut=0)
     memory = memory_of(cfg)
     last = memory[1]
@@ -123,7 +123,7 @@ def test_streamed_layers_are_advised_with_their_number_where_they_suffice() -> N
     assert "[1].offload" not in advice(last.total - 1, host=4 * last.frozen[0] - 1)
 
 
-def test_a_machines_processes_share_its_host_memory() -> None:
+def test_a_machines_processes_share_its_host_memory():
     cfg = config({"r": 2}, cut=4)
     memory = [m.offloading(4) for m in memory_of(cfg)]
     host = sum(m.host for m in memory)
@@ -142,7 +142,7 @@ def test_a_machines_processes_share_its_host_memory() -> None:
 
 
 @needs("host_memory")
-def test_states_and_inputs_in_host_memory_have_their_own_advice() -> None:
+def test_states_and_inputs_in_host_memory_have_their_own_advice():
     settings = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}
     cfg = config(max_in_flight=2, offload_optimizer=True, activation_offloading=True, **settings)
     hint = refusal(cfg, memory_of(cfg), fact("cuda:0", host=9), fact("cuda:1", host=9)).hint or ""
@@ -150,7 +150,7 @@ def test_states_and_inputs_in_host_memory_have_their_own_advice() -> None:
 
 
 @needs("host_memory")
-def test_host_memory_does_nothing_where_device_and_host_are_one_memory() -> None:
+def test_host_memory_does_nothing_where_device_and_host_are_one_memory():
     cfg = config(activation_offloading=True)
     assert host_memory_lines(cfg, {"local"}) == [
         "training.activation_offloading does nothing for coordinator: device and host are one"
@@ -161,7 +161,7 @@ def test_host_memory_does_nothing_where_device_and_host_are_one_memory() -> None
 
 @needs("host_memory")
 @pytest.mark.parametrize("optim", ["adamw_torch_8bit", "paged_adamw_8bit"])
-def test_states_that_stay_are_counted_on_the_device_and_told_of(optim: str) -> None:
+def test_states_that_stay_are_counted_on_the_device_and_told_of(optim):
     cfg = config(optim=optim)
     plain = memory_of(cfg)
     assert host_memory_lines(cfg, set()) == []

@@ -19,7 +19,6 @@ from hetero_framework.errors import OutOfMemory
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.memory_probe import probe_longest_batch
 from hetero_framework.trainer.train_state import TrainState
-from tests.alone import Alone
 from tests.installed import needs
 from tests.pools import read_metrics
 from tests.samples import WORDS, read_jsonl, save_llama
@@ -48,7 +47,7 @@ def uneven(path: Path, lengths: list[int]) -> Path:
 
 
 @pytest.fixture
-def late(alone: Alone, tmp_path: Path) -> Alone:
+def late(alone, tmp_path):
     """Runs in file order whose longest example is in the last of four steps."""
     model = save_llama(tmp_path / "model", layers=1, attention_dropout=0.3)
     texts = uneven(tmp_path / "late.jsonl", [4] * 14 + [20, 4])
@@ -84,7 +83,7 @@ def runs_of(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return seen
 
 
-def test_the_probe_changes_no_number_of_a_run(late: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_changes_no_number_of_a_run(late, monkeypatch):
     seen = runs_of(monkeypatch)
     probed, plain = late("probed"), late("plain", probe_longest_batch=False)
     train(probed)
@@ -95,9 +94,7 @@ def test_the_probe_changes_no_number_of_a_run(late: Alone, monkeypatch: pytest.M
     assert_same_results(probed, plain)
 
 
-def test_a_resumed_run_probes_the_remaining_micro_batches(
-    late: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_probes_the_remaining_micro_batches(late, monkeypatch):
     config = late("run", save_strategy="steps", save_steps=1)
     train(config)
     seen = runs_of(monkeypatch)
@@ -112,7 +109,7 @@ def test_a_resumed_run_probes_the_remaining_micro_batches(
     assert seen == []
 
 
-def test_steps_of_the_data_that_were_left_out_are_not_looked_at() -> None:
+def test_steps_of_the_data_that_were_left_out_are_not_looked_at():
     asked: list[int] = []
     data: Any = SimpleNamespace(largest_batch=lambda first: asked.append(first) or (first, {}))
     training: Any = SimpleNamespace(probe_longest_batch=True)
@@ -121,9 +118,7 @@ def test_steps_of_the_data_that_were_left_out_are_not_looked_at() -> None:
     assert asked == [3]
 
 
-def test_a_first_step_with_the_longest_micro_batch_is_probe_enough(
-    late: Alone, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_first_step_with_the_longest_micro_batch_is_probe_enough(late, monkeypatch, tmp_path):
     uneven(tmp_path / "late.jsonl", [20] + [4] * 15)
     seen = runs_of(monkeypatch)
     train(late("run"))
@@ -147,9 +142,7 @@ def short_of_memory(
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_f30_a_lack_of_memory_comes_before_the_first_step_with_numbers(
-    kind: str, late: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_f30_a_lack_of_memory_comes_before_the_first_step_with_numbers(kind, late, monkeypatch):
     short_of_memory(monkeypatch, SHAPES[kind], tokens=30)
     monkeypatch.setattr(Device, "memory", lambda self: Memory(22 << 30, 1 << 30))
     config = late("run")
@@ -166,9 +159,7 @@ def test_f30_a_lack_of_memory_comes_before_the_first_step_with_numbers(
     assert not (config.output_dir / "metrics.jsonl").exists()
 
 
-def test_a_lack_of_host_memory_names_that_and_not_the_device(
-    late: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lack_of_host_memory_names_that_and_not_the_device(late, monkeypatch):
     short_of_memory(monkeypatch, SHAPES["CPU"], tokens=30)
     monkeypatch.setattr(Device, "memory", lambda self: Memory(22 << 30, 1 << 30))
     monkeypatch.setattr(Device, "one_memory", False)
@@ -185,9 +176,7 @@ def test_a_lack_of_host_memory_names_that_and_not_the_device(
         train(late("other", gradient_checkpointing=True))
 
 
-def test_f30_a_later_lack_of_memory_repeats_the_step_exactly(
-    late: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_f30_a_later_lack_of_memory_repeats_the_step_exactly(late, monkeypatch):
     plain, short = late("plain"), late("short", probe_longest_batch=False)
     train(plain)
     short_of_memory(monkeypatch, SHAPES["CPU"], tokens=30, times=1)
@@ -199,9 +188,7 @@ def test_f30_a_later_lack_of_memory_repeats_the_step_exactly(
     assert "stage 0, forward of micro-batch 1: memory ran out on cpu" in lack["text"]
 
 
-def test_f30_a_second_lack_of_memory_in_a_step_ends_the_run_with_numbers(
-    late: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_f30_a_second_lack_of_memory_in_a_step_ends_the_run_with_numbers(late, monkeypatch):
     short_of_memory(monkeypatch, SHAPES["torch"], tokens=30, times=2)
     with pytest.raises(OutOfMemory, match=r"^step 4, whose largest micro-batch has 2 x ") as raised:
         train(late("run", probe_longest_batch=False))
@@ -210,7 +197,7 @@ def test_f30_a_second_lack_of_memory_in_a_step_ends_the_run_with_numbers(
 
 
 @needs("preferences")
-def test_it_does_without_the_reference_of_preferences(alone: Alone, tmp_path: Path) -> None:
+def test_it_does_without_the_reference_of_preferences(alone, tmp_path):
     words = ["fox"] * 7 + ["fox " * 20, "fox"]
     rows = [{"prompt": "The", "completion": f" {word}", "label": True} for word in words]
     file = write_jsonl(tmp_path / "rated.jsonl", rows)

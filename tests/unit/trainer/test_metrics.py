@@ -50,7 +50,7 @@ def write_steps(directory: Path, first: int, last: int) -> None:
             lines.write({"step": step, "eval_loss": 1.0})
 
 
-def test_each_line_is_on_disk_at_once_and_exact(tmp_path: Path) -> None:
+def test_each_line_is_on_disk_at_once_and_exact(tmp_path):
     lines = StepLines(tmp_path / "new" / "folder" / METRICS_FILE)
     for step in (1, 2, 3):
         lines.write(metrics_of(step, loss=0.1 + 0.2))
@@ -59,7 +59,7 @@ def test_each_line_is_on_disk_at_once_and_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_values_that_json_lacks_become_null(tmp_path: Path, value: float) -> None:
+def test_values_that_json_lacks_become_null(tmp_path, value):
     lines = StepLines(tmp_path / METRICS_FILE)
     lines.write(metrics_of(1, loss=value, stages=[{"index": 0, "busy_s": value}]))
     lines.write(metrics_of(2, grad_norm=value))
@@ -71,7 +71,7 @@ def test_values_that_json_lacks_become_null(tmp_path: Path, value: float) -> Non
 
 
 @pytest.mark.parametrize("resumed_step", [0, 1, 4, 5, 9])
-def test_resumed_file_equals_the_uninterrupted_one(tmp_path: Path, resumed_step: int) -> None:
+def test_resumed_file_equals_the_uninterrupted_one(tmp_path, resumed_step):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     write_steps(whole, 1, 9)
     write_steps(resumed, 1, 9)
@@ -82,15 +82,13 @@ def test_resumed_file_equals_the_uninterrupted_one(tmp_path: Path, resumed_step:
     assert [path.name for path in resumed.iterdir()] == ["metrics.jsonl"]
 
 
-def test_resume_refuses_a_file_that_is_not_ours(tmp_path: Path) -> None:
+def test_resume_refuses_a_file_that_is_not_ours(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nhello\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"line 2: this is not a line of metrics"):
         StepLines(tmp_path / METRICS_FILE).resume(1)
 
 
-def test_resume_that_fails_leaves_the_file_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     write_steps(tmp_path, 1, 5)
     before = (tmp_path / "metrics.jsonl").read_bytes()
 
@@ -126,9 +124,7 @@ class Disk:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40])
-def test_a_line_without_room_is_lost_and_later_ones_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cut: int
-) -> None:
+def test_a_line_without_room_is_lost_and_later_ones_are_written(tmp_path, monkeypatch, caplog, cut):
     disk = Disk(monkeypatch, room=10_000)
     lines = StepLines(tmp_path / METRICS_FILE)
     with caplog.at_level(logging.WARNING):
@@ -146,9 +142,7 @@ def test_a_line_without_room_is_lost_and_later_ones_are_written(
     assert lines_of(tmp_path) == [metrics_of(1), metrics_of(5)]
 
 
-def test_output_dir_that_becomes_a_file_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_output_dir_that_becomes_a_file_ends_nothing(tmp_path, caplog):
     (tmp_path / "file").write_text("x", encoding="utf-8")
     lines = StepLines(tmp_path / "file" / METRICS_FILE)
     with caplog.at_level(logging.WARNING):

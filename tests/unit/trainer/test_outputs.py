@@ -25,7 +25,6 @@ from hetero_framework.trainer import outputs
 from hetero_framework.trainer.checkpoint import CheckpointStore
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.outputs import RunDirectories, run_card
-from tests.alone import Alone
 from tests.unit.data_helpers import write_jsonl
 
 LORA = {"r": 4, "target_modules": "all-linear"}
@@ -54,7 +53,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
 
 
-def test_a_fresh_start_moves_its_own_earlier_results(alone: Alone, logged: list[str]) -> None:
+def test_a_fresh_start_moves_its_own_earlier_results(alone, logged):
     config = alone()
     with entered(config) as first:
         first.set_aside()
@@ -70,7 +69,7 @@ def test_a_fresh_start_moves_its_own_earlier_results(alone: Alone, logged: list[
     assert len(logged) == 1
 
 
-def test_checkpoints_of_another_run_are_refused_and_untouched(alone: Alone, tmp_path: Path) -> None:
+def test_checkpoints_of_another_run_are_refused_and_untouched(alone, tmp_path):
     shared = str(tmp_path / "shared")
     one, two = alone("one", checkpoint_dir=shared), alone("two", checkpoint_dir=shared)
     with entered(one) as directories:
@@ -87,14 +86,14 @@ def test_checkpoints_of_another_run_are_refused_and_untouched(alone: Alone, tmp_
     assert names(one.output_dir / "previous-1" / "checkpoints") == ["step_2", "step_4.tmp"]
 
 
-def test_checkpoints_elsewhere_without_a_run_id_are_refused(alone: Alone, tmp_path: Path) -> None:
+def test_checkpoints_elsewhere_without_a_run_id_are_refused(alone, tmp_path):
     config = alone(checkpoint_dir=str(tmp_path / "elsewhere"))
     save(config, 2)
     with entered(config) as directories, pytest.raises(ConfigError, match="of another run"):
         directories.check_fresh()
 
 
-def test_a_resumed_run_takes_the_checkpoints_over(alone: Alone, tmp_path: Path) -> None:
+def test_a_resumed_run_takes_the_checkpoints_over(alone, tmp_path):
     config = alone(checkpoint_dir=str(tmp_path / "elsewhere"))
     save(config, 2)
     save(config, 4)
@@ -107,7 +106,7 @@ def test_a_resumed_run_takes_the_checkpoints_over(alone: Alone, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("where", ["output_dir", "inside", "elsewhere"])
-def test_only_own_tensorboard_events_are_moved(alone: Alone, tmp_path: Path, where: str) -> None:
+def test_only_own_tensorboard_events_are_moved(alone, tmp_path, where):
     config = alone()
     places = {"inside": config.output_dir / "tb", "elsewhere": tmp_path / "elsewhere"}
     logging_dir = places.get(where, config.output_dir)
@@ -125,9 +124,7 @@ def test_only_own_tensorboard_events_are_moved(alone: Alone, tmp_path: Path, whe
 
 
 @pytest.mark.parametrize("setting", ["output_dir", "checkpoint_dir", "logging_dir"])
-def test_a_directory_in_use_is_refused_by_its_setting(
-    alone: Alone, tmp_path: Path, setting: str
-) -> None:
+def test_a_directory_in_use_is_refused_by_its_setting(alone, tmp_path, setting):
     sections = placed(setting, tmp_path / "shared")
     one, two = alone("one", **sections), alone("two", **sections)
     said = rf"{setting}: process {os.getpid()} on .* is writing"
@@ -138,9 +135,7 @@ def test_a_directory_in_use_is_refused_by_its_setting(
 
 
 @pytest.mark.parametrize("setting", ["checkpoint_dir", "logging_dir"])
-def test_a_directory_inside_a_running_output_dir_is_in_use(
-    alone: Alone, tmp_path: Path, setting: str
-) -> None:
+def test_a_directory_inside_a_running_output_dir_is_in_use(alone, tmp_path, setting):
     """The other run has no checkpoint there yet: nothing but its lock says whose it is."""
     two = alone("two", **placed(setting, tmp_path / "one" / "checkpoints"))
     said = rf"{setting}: process {os.getpid()} on .* into .*one"
@@ -151,9 +146,7 @@ def test_a_directory_inside_a_running_output_dir_is_in_use(
 
 
 @pytest.mark.parametrize("setting", ["output_dir", "checkpoint_dir", "logging_dir"])
-def test_a_directory_that_is_a_file_is_refused_by_its_setting(
-    alone: Alone, tmp_path: Path, setting: str
-) -> None:
+def test_a_directory_that_is_a_file_is_refused_by_its_setting(alone, tmp_path, setting):
     (tmp_path / "file").write_text("x")
     refused = pytest.raises(ConfigError, match=rf"{setting}: cannot write into .*it is a file")
     with refused, entered(alone(**placed(setting, tmp_path / "file"))):
@@ -161,9 +154,7 @@ def test_a_directory_that_is_a_file_is_refused_by_its_setting(
 
 
 @pytest.mark.parametrize("operation", ["mkdtemp", "replace", "unlink"])
-def test_a_directory_is_probed_with_a_runs_own_operations(
-    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
-) -> None:
+def test_a_directory_is_probed_with_a_runs_own_operations(alone, tmp_path, monkeypatch, operation):
     module = outputs.tempfile if operation == "mkdtemp" else os
     real = getattr(module, operation)
 
@@ -178,15 +169,13 @@ def test_a_directory_is_probed_with_a_runs_own_operations(
         pass
 
 
-def test_a_run_without_tensorboard_leaves_logging_dir_alone(alone: Alone, tmp_path: Path) -> None:
+def test_a_run_without_tensorboard_leaves_logging_dir_alone(alone, tmp_path):
     with entered(alone(training={"logging_dir": str(tmp_path / "logs")})):
         assert not (tmp_path / "logs").exists()
 
 
 @pytest.mark.parametrize("setting", ["output_dir", "result", "checkpoint_dir", "logging_dir"])
-def test_the_base_model_is_no_place_to_write_into(
-    alone: Alone, tmp_path: Path, setting: str
-) -> None:
+def test_the_base_model_is_no_place_to_write_into(alone, tmp_path, setting):
     base = tmp_path / "run" / "model" if setting == "result" else tmp_path / "base"
     base.mkdir(parents=True)
     (base / "config.json").write_text("{}")
@@ -218,7 +207,7 @@ def measured(config: Config, *lines: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["model", "adapter"])
-def test_a_runs_result_has_a_card(alone: Alone, tmp_path: Path, adapter: Any) -> None:
+def test_a_runs_result_has_a_card(alone, tmp_path, adapter):
     config = alone(adapter=adapter)
     train(config)
     card = ModelCard.load(config.result_dir / "README.md")
@@ -242,7 +231,7 @@ def test_a_runs_result_has_a_card(alone: Alone, tmp_path: Path, adapter: Any) ->
 
 
 @pytest.fixture
-def of_hub(alone: Alone, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Config:
+def of_hub(alone, monkeypatch, tmp_path):
     """A run of a model and data sets of the hub, of which this machine has the model's card."""
     (card := tmp_path / "card.md").write_text("---\nlicense: other\nlicense_name: llama3\n---\n")
     monkeypatch.setattr(
@@ -252,7 +241,7 @@ def of_hub(alone: Alone, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Con
     return alone(model={"name_or_path": "org/base"}, data=data, adapter=LORA)
 
 
-def test_what_is_the_hubs_is_named_in_the_metadata(of_hub: Config) -> None:
+def test_what_is_the_hubs_is_named_in_the_metadata(of_hub):
     measured(
         of_hub,
         {"step": 2, "loss": 2.0, "eval_loss": None},
@@ -276,9 +265,7 @@ def test_what_is_the_hubs_is_named_in_the_metadata(of_hub: Config) -> None:
     assert "nan" not in card_of(of_hub).text
 
 
-def test_a_damaged_card_of_the_base_and_lost_metrics_leave_their_lines_out(
-    of_hub: Config, tmp_path: Path
-) -> None:
+def test_a_damaged_card_of_the_base_and_lost_metrics_leave_their_lines_out(of_hub, tmp_path):
     for broken in ("---\nlicense: [\n---\n", "---\n- 1\n---\n", "", "\xff"):
         (tmp_path / "card.md").write_text(broken, encoding="latin-1")
         card = card_of(of_hub)
@@ -287,14 +274,14 @@ def test_a_damaged_card_of_the_base_and_lost_metrics_leave_their_lines_out(
         assert card.data.eval_results is None
 
 
-def test_settings_with_quotes_and_brackets_are_no_markup(of_hub: Config) -> None:
+def test_settings_with_quotes_and_brackets_are_no_markup(of_hub):
     config = of_hub.with_changes(adapter={"target_modules": '.*["|]\\w+{x}'})
     text = text_of_card(config)
     assert r'adapter.target_modules: `".*[\"|]\\w+{x}"`' in text
     assert yaml.safe_load(text.split("---\n")[1])["library_name"] == "peft"
 
 
-def test_a_card_of_somebody_else_stays_and_an_own_one_is_replaced(tmp_path: Path) -> None:
+def test_a_card_of_somebody_else_stays_and_an_own_one_is_replaced(tmp_path):
     def write(text: str, target: str) -> str:
         output = OutputDirectory(tmp_path / target, overwrite=True)
         with output.writing() as folder:
@@ -315,7 +302,7 @@ def test_a_card_of_somebody_else_stays_and_an_own_one_is_replaced(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "shown"), [("a", "`a`"), ("a`b", "`` a`b ``"), ("``` <img>", "```` ``` <img> ````")]
 )
-def test_code_holds_any_text(text: str, shown: str) -> None:
+def test_code_holds_any_text(text, shown):
     assert code(text) == shown
     assert is_hub_name("org/model-1.b")
     assert not any(map(is_hub_name, ('m", x="', "a](b)", "<img src=x>", "")))

@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.metrics import StepLines
 from hetero_framework.trainer.outputs import OWNER_FILE, RunDirectories
 from tests import pools
-from tests.alone import Alone
 from tests.installed import needs
 from tests.planting import STRANGER, plant
 
@@ -75,15 +73,13 @@ PLANTED: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept(tmp_path_factory):
     """Where the run that was cut short is kept; made by the first test that needs it."""
     return tmp_path_factory.mktemp("kept")
 
 
 @pytest.fixture
-def cut_short(
-    alone: Alone, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Config, Path]]:
+def cut_short(alone, kept, tmp_path, monkeypatch):
     """A run that was stopped after step 3 and saved nothing at its end, and its durable step; with
     checkpoints of all steps if `training` says so."""
 
@@ -109,9 +105,7 @@ def spoil(place: Path, how: str, elsewhere: Path) -> None:
 
 @pytest.mark.parametrize("resume", [None, "latest"])
 @pytest.mark.parametrize("case", PLANTED)
-def test_a_planted_durable_step_is_refused_by_name(
-    cut_short, tmp_path: Path, case: str, resume: str | None
-) -> None:
+def test_a_planted_durable_step_is_refused_by_name(cut_short, tmp_path, case, resume):
     config, step = cut_short()
     name, how, said = PLANTED[case]
     spoil(step / name, how, tmp_path / "elsewhere")
@@ -123,9 +117,7 @@ def test_a_planted_durable_step_is_refused_by_name(
 
 @pytest.mark.parametrize("resume", [None, "latest"])
 @pytest.mark.parametrize("case", ["nothing", "file of another user", "directory that is a link"])
-def test_a_planted_durable_step_is_passed_over_for_a_checkpoint(
-    cut_short, tmp_path: Path, case: str, resume: str | None
-) -> None:
+def test_a_planted_durable_step_is_passed_over_for_a_checkpoint(cut_short, tmp_path, case, resume):
     config, earlier = cut_short(save_strategy="steps", save_steps=1)
     shutil.rmtree(earlier)
     for place in config.checkpoints.glob("step_[3-9]"):
@@ -141,9 +133,7 @@ def test_a_planted_durable_step_is_passed_over_for_a_checkpoint(
 
 
 @pytest.mark.parametrize("case", PLANTED)
-def test_a_planted_checkpoint_that_is_asked_for_is_an_error(
-    cut_short, tmp_path: Path, case: str
-) -> None:
+def test_a_planted_checkpoint_that_is_asked_for_is_an_error(cut_short, tmp_path, case):
     config, _ = cut_short(save_strategy="steps", save_steps=1)
     name, how, said = PLANTED[case]
     spoil(config.checkpoints / "step_2" / name, how, tmp_path / "elsewhere")
@@ -152,7 +142,7 @@ def test_a_planted_checkpoint_that_is_asked_for_is_an_error(
 
 
 @as_root
-def test_a_file_for_a_group_in_a_directory_for_the_owner_is_taken(cut_short) -> None:
+def test_a_file_for_a_group_in_a_directory_for_the_owner_is_taken(cut_short):
     """A checkpoint that was written under umask 002."""
     config, _ = cut_short(save_strategy="steps", save_steps=1)
     plant(config.checkpoints / "step_2" / FILE, "group", Path())
@@ -199,9 +189,7 @@ PICTURES = ("timeline.json", "architecture.svg", "architecture.mmd")
         *(pytest.param(name, marks=needs("observe")) for name in PICTURES),
     ],
 )
-def test_a_link_in_place_of_a_runs_file_is_refused(
-    alone: Alone, tmp_path: Path, name: str, fresh: bool
-) -> None:
+def test_a_link_in_place_of_a_runs_file_is_refused(alone, tmp_path, name, fresh):
     config = alone()
     before = content(target := precious(tmp_path, name))
     link(config, name, target)
@@ -210,7 +198,7 @@ def test_a_link_in_place_of_a_runs_file_is_refused(
     assert content(target) == before
 
 
-def test_no_worker_is_started_with_logs_elsewhere(alone: Alone, tmp_path: Path) -> None:
+def test_no_worker_is_started_with_logs_elsewhere(alone, tmp_path):
     """They are started before the run looks at its directories."""
     config = alone()
     before = content(target := precious(tmp_path, "logs"))
@@ -221,9 +209,7 @@ def test_no_worker_is_started_with_logs_elsewhere(alone: Alone, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", [".run", ".unfinished", ".lock.json", PLAN_FILE, "adapter"])
-def test_a_link_in_place_of_a_replaced_file_is_not_followed(
-    alone: Alone, tmp_path: Path, name: str
-) -> None:
+def test_a_link_in_place_of_a_replaced_file_is_not_followed(alone, tmp_path, name):
     config = alone(adapter=ADAPTER, training={"max_steps": 1})
     before = content(target := precious(tmp_path, name))
     link(config, name, target)
@@ -232,9 +218,7 @@ def test_a_link_in_place_of_a_replaced_file_is_not_followed(
     assert (config.output_dir / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_a_link_planted_later_is_not_followed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_link_planted_later_is_not_followed(tmp_path, caplog):
     target = precious(tmp_path, "")
     place = tmp_path / "metrics.jsonl"
     place.symlink_to(target)
@@ -246,7 +230,7 @@ def test_a_link_planted_later_is_not_followed(
     assert target.read_text() == "mine"
 
 
-def test_the_owner_file_of_checkpoints_is_replaced_atomically(alone: Alone, tmp_path: Path) -> None:
+def test_the_owner_file_of_checkpoints_is_replaced_atomically(alone, tmp_path):
     config = alone(checkpoint_dir=str(tmp_path / "elsewhere"))
     config.checkpoints.mkdir()
     (config.checkpoints / OWNER_FILE).symlink_to(tmp_path / "made")
@@ -257,7 +241,7 @@ def test_the_owner_file_of_checkpoints_is_replaced_atomically(alone: Alone, tmp_
 
 
 @pytest.mark.parametrize("how", ["owner", "mode", "link", "pipe", "path"])
-def test_an_id_that_another_user_may_have_written_is_not_taken(tmp_path: Path, how: str) -> None:
+def test_an_id_that_another_user_may_have_written_is_not_taken(tmp_path, how):
     first = run_id_of(tmp_path)
     file = tmp_path / RUN_FILE
     if how == "pipe":  # reading it would wait for ever
@@ -274,9 +258,7 @@ def test_an_id_that_another_user_may_have_written_is_not_taken(tmp_path: Path, h
 
 
 @pytest.mark.parametrize("how", ["owner", "mode", "link"])
-def test_a_plan_that_another_user_may_have_made_is_refused(
-    alone: Alone, tmp_path: Path, how: str
-) -> None:
+def test_a_plan_that_another_user_may_have_made_is_refused(alone, tmp_path, how):
     config = alone().with_changes(shard_plan="auto")
     config.output_dir.mkdir()
     file = config.output_dir / PLAN_FILE
@@ -291,8 +273,8 @@ def test_a_plan_that_another_user_may_have_made_is_refused(
 @pytest.mark.parametrize("setting", ["training.output_dir", "checkpoint_dir"])
 @as_root
 def test_a_directory_that_others_may_write_into_is_reported(
-    alone: Alone, tmp_path: Path, logged: list[str], setting: str, mode: int, whom: str
-) -> None:
+    alone, tmp_path, logged, setting, mode, whom
+):
     config = alone(checkpoint_dir=str(tmp_path / "elsewhere"))
     place = {"checkpoint_dir": config.checkpoints}.get(setting, config.output_dir)
     place.mkdir()
@@ -305,7 +287,7 @@ def test_a_directory_that_others_may_write_into_is_reported(
 
 
 @as_root
-def test_other_writers_of_a_directory_are_known(tmp_path: Path) -> None:
+def test_other_writers_of_a_directory_are_known(tmp_path):
     assert other_writers(tmp_path) is None
     tmp_path.chmod(0o770)  # root's own group
     assert other_writers(tmp_path) is None
@@ -314,7 +296,7 @@ def test_other_writers_of_a_directory_are_known(tmp_path: Path) -> None:
 
 
 @as_root
-def test_checkpoints_go_through_a_link_of_ones_own_only(alone: Alone, tmp_path: Path) -> None:
+def test_checkpoints_go_through_a_link_of_ones_own_only(alone, tmp_path):
     config = alone()
     (tmp_path / "disk").mkdir()
     link(config, "checkpoints", tmp_path / "disk")

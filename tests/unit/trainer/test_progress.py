@@ -6,7 +6,6 @@ import io
 import re
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ def run(progress: Progress, first: int = 1, last: int = 6, logging_steps: int = 
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+def terminal(monkeypatch):
     """A stream for the live display, 100 columns wide; stdout itself is left alone after it."""
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("LINES", "30")
@@ -74,7 +73,7 @@ def screen(text: str) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def test_an_absent_worker_is_shown_for_as_long_as_it_is(terminal: io.StringIO) -> None:
+def test_an_absent_worker_is_shown_for_as_long_as_it_is(terminal):
     progress = Progress(terminal, live=True)
     progress.start(6, ROWS)
     progress.step(metrics_of(1))
@@ -93,7 +92,7 @@ def test_an_absent_worker_is_shown_for_as_long_as_it_is(terminal: io.StringIO) -
     progress.close()
 
 
-def test_plain_lines_say_each_logged_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_say_each_logged_step(capsys):
     run(Progress(), logging_steps=2)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [
@@ -108,13 +107,13 @@ def test_plain_lines_say_each_logged_step(capsys: pytest.CaptureFixture[str]) ->
     assert steps == ["1/6", "2/6", "4/6", "6/6"]
 
 
-def test_last_step_is_always_logged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_step_is_always_logged(capsys):
     run(Progress(), logging_steps=4)
     out = capsys.readouterr().out
     assert [step in out for step in ("step 4/6", "step 5/6", "step 6/6")] == [True, False, True]
 
 
-def test_the_summary_shows_results_and_their_places(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_shows_results_and_their_places(capsys):
     progress = Progress()
     progress.start(6, ROWS)
     for step in range(1, 7):
@@ -137,21 +136,19 @@ def test_the_summary_shows_results_and_their_places(capsys: pytest.CaptureFixtur
     ]
 
 
-def test_resumed_run_counts_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_resumed_run_counts_on(capsys):
     run(Progress(), first=5)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "resumed after step 4"
     assert "steps          5 to 6 of 6" in lines
 
 
-def test_run_that_was_complete_has_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_that_was_complete_has_a_summary(capsys):
     run(Progress(), first=7)
     assert "none of 6 run here" in capsys.readouterr().out
 
 
-def test_close_without_summary_prints_nothing_and_twice_is_fine(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_close_without_summary_prints_nothing_and_twice_is_fine(capsys):
     progress = Progress()
     progress.start(3)
     progress.close()
@@ -159,7 +156,7 @@ def test_close_without_summary_prints_nothing_and_twice_is_fine(
     assert capsys.readouterr().out == ""
 
 
-def test_missing_and_non_finite_values_are_no_problem(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_and_non_finite_values_are_no_problem(capsys):
     progress = Progress()
     progress.start(3, ROWS[:1])
     progress.step({"step": 1})
@@ -169,7 +166,7 @@ def test_missing_and_non_finite_values_are_no_problem(capsys: pytest.CaptureFixt
     assert "loss not finite  skipped (rule)  ETA 0:00:00  grad_norm nan" in capsys.readouterr().out
 
 
-def test_live_display_shows_the_last_state(terminal: io.StringIO) -> None:
+def test_live_display_shows_the_last_state(terminal):
     run(Progress(terminal, live=True))
     lines = screen(terminal.getvalue())
     assert lines[0].split("  ")[:4] == ["step 6/6", "loss 1.6667", "200 tokens/s", "ETA 0:00:00"]
@@ -178,7 +175,7 @@ def test_live_display_shows_the_last_state(terminal: io.StringIO) -> None:
     assert "adapter        runs/a/adapter" in lines
 
 
-def test_messages_stand_above_the_live_display(terminal: io.StringIO) -> None:
+def test_messages_stand_above_the_live_display(terminal):
     progress = Progress(terminal, live=True)
     progress.start(2, ROWS)
     progress.step(metrics_of(1))
@@ -197,9 +194,7 @@ def test_messages_stand_above_the_live_display(terminal: io.StringIO) -> None:
 
 
 @pytest.mark.parametrize("columns", [10, 40, 55, 80, 200])
-def test_live_display_fits_the_terminal(
-    terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
+def test_live_display_fits_the_terminal(terminal, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     progress = Progress(terminal, live=True)
     progress.start(6, [*ROWS, StageRow("worker " + "x" * 60, 25, 30, "d" * 90)])
@@ -214,9 +209,7 @@ def test_live_display_fits_the_terminal(
         assert all("%" in line for line in stages)
 
 
-def test_live_display_without_colour(
-    terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_display_without_colour(terminal, monkeypatch):
     run(Progress(terminal, live=True))
     assert re.search(r"\x1b\[[0-9;]*3[0-9]m", terminal.getvalue())
     monkeypatch.setenv("NO_COLOR", "1")
@@ -231,9 +224,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(("term", "is_live"), [("xterm", True), ("dumb", False)])
-def test_live_display_only_on_a_terminal(
-    terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch, term: str, is_live: bool
-) -> None:
+def test_live_display_only_on_a_terminal(terminal, monkeypatch, term, is_live):
     monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich would take any stream for a terminal
     run(Progress(terminal))
@@ -259,18 +250,18 @@ class Breaking(io.StringIO):
 
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize("writes", [0, 1, 3, 5])
-def test_closed_pipe_does_not_end_a_run(terminal: io.StringIO, live: bool, writes: int) -> None:
+def test_closed_pipe_does_not_end_a_run(terminal, live, writes):
     run(Progress(Breaking(writes), live=live))
 
 
 @pytest.mark.parametrize("live", [True, False, None])
-def test_closed_stream_does_not_end_a_run(terminal: io.StringIO, live: bool | None) -> None:
+def test_closed_stream_does_not_end_a_run(terminal, live):
     terminal.close()
     run(Progress(terminal, live=live))
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_stream_that_knows_ascii_only(terminal: io.StringIO, live: bool) -> None:
+def test_stream_that_knows_ascii_only(terminal, live):
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     progress = Progress(stream, live=live)
@@ -286,9 +277,7 @@ def test_stream_that_knows_ascii_only(terminal: io.StringIO, live: bool) -> None
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_control_characters_of_a_peer_do_not_reach_the_terminal(
-    terminal: io.StringIO, live: bool
-) -> None:
+def test_control_characters_of_a_peer_do_not_reach_the_terminal(terminal, live):
     progress = Progress(terminal, live=live)
     progress.start(1, [StageRow("w\x1b[2J", 0, 1, "\x07")])
     progress.message("a\x1b]0;title\x07b\x9bc")
@@ -297,7 +286,7 @@ def test_control_characters_of_a_peer_do_not_reach_the_terminal(
     assert not re.search("\x1b\\[2J|\x07|\x9b|\x1b\\]", terminal.getvalue())
 
 
-def test_messages_from_other_threads_come_whole(terminal: io.StringIO) -> None:
+def test_messages_from_other_threads_come_whole(terminal):
     progress = Progress(terminal, live=True)
     progress.start(50, ROWS)
 
@@ -317,7 +306,7 @@ def test_messages_from_other_threads_come_whole(terminal: io.StringIO) -> None:
     assert sorted(said) == sorted(f"{name} says {i}" for name in "abc" for i in range(20))
 
 
-def test_steps_that_skip_numbers_are_logged_when_they_pass_a_logged_one() -> None:
+def test_steps_that_skip_numbers_are_logged_when_they_pass_a_logged_one():
     """As islands' do, each of which takes a part of the run's steps."""
     stream = io.StringIO()
     progress = Progress(stream)
@@ -336,7 +325,7 @@ def test_steps_that_skip_numbers_are_logged_when_they_pass_a_logged_one() -> Non
     assert re.search(r"between islands +2.00 MiB per step", text)
 
 
-def test_speed_of_pictures_is_in_examples() -> None:
+def test_speed_of_pictures_is_in_examples():
     stream = io.StringIO()
     progress = Progress(stream)
     progress.start(2, ROWS, unit="examples")
@@ -348,7 +337,7 @@ def test_speed_of_pictures_is_in_examples() -> None:
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_measures_of_the_objective_are_shown(live: bool) -> None:
+def test_measures_of_the_objective_are_shown(live):
     stream = io.StringIO()
     progress = Progress(stream, live=live)
     progress.start(1, measures=("rewards/accuracies", "rewards/margins", "mean_token_accuracy"))

@@ -21,7 +21,6 @@ from hetero_framework.data.splits import SplitReader
 from hetero_framework.errors import ConfigError, DataError, UserError
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.python_data import with_objects
-from tests.alone import Alone
 from tests.installed import needs
 from tests.unit.data_helpers import write_jsonl
 
@@ -33,7 +32,7 @@ def records() -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", ["dataset", "list", "iterable"])
-def test_objects_train_as_their_file_does(form: str, alone: Alone, tmp_path: Path) -> None:
+def test_objects_train_as_their_file_does(form, alone, tmp_path):
     file = write_jsonl(tmp_path / "records.jsonl", RECORDS)
     data = {"train": str(file), "eval": str(file)}
     training = {"eval_strategy": "epoch"}
@@ -56,7 +55,7 @@ def test_objects_train_as_their_file_does(form: str, alone: Alone, tmp_path: Pat
         {"train": "org/name", "eval": {"a": "b"}, "eval_split": "test_sft", "dataset_config": "c"},
     ],
 )
-def test_objects_stand_for_all_that_names_their_files(data: dict[str, Any], alone: Alone) -> None:
+def test_objects_stand_for_all_that_names_their_files(data, alone):
     """Settings of `data` that go with other files do not apply to them; the rest does."""
     config = alone(data=data, training={"eval_strategy": "epoch"})
     config = with_objects(config, {"train_dataset": RECORDS, "eval_dataset": RECORDS})
@@ -68,7 +67,7 @@ def test_objects_stand_for_all_that_names_their_files(data: dict[str, Any], alon
     assert config.data.eval_split == "test"
 
 
-def test_what_no_argument_gives_is_asked_for(alone: Alone) -> None:
+def test_what_no_argument_gives_is_asked_for(alone):
     with pytest.raises(ConfigError, match=r"data\.train: is missing"):
         train(alone(data={"max_length": 16}), eval_dataset=RECORDS)
     with pytest.raises(ConfigError, match="eval_strategy: needs evaluation data"):
@@ -79,12 +78,12 @@ def test_what_no_argument_gives_is_asked_for(alone: Alone) -> None:
 
 
 @needs("planner")
-def test_an_open_plan_is_made(alone: Alone, tmp_path: Path) -> None:
+def test_an_open_plan_is_made(alone, tmp_path):
     assert train(alone(shard_plan="auto", training={"max_steps": 1})).steps == 1
     assert json.loads((tmp_path / "run" / PLAN_FILE).read_text())["shard_plan"]
 
 
-def test_a_workers_machine_is_told_its_command(alone: Alone, tmp_path: Path) -> None:
+def test_a_workers_machine_is_told_its_command(alone, tmp_path):
     config = alone(
         coordinator={"ip": "192.0.2.7"},
         workers=[{"id": 1, "ip": primary_address(), "port": 29511}],
@@ -95,7 +94,7 @@ def test_a_workers_machine_is_told_its_command(alone: Alone, tmp_path: Path) -> 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tokenizer_is_taken(alone: Alone) -> None:
+def test_a_tokenizer_is_taken(alone):
     config = alone()
     tokenizer = AutoTokenizer.from_pretrained(config.model.name_or_path)
     tokenizer.add_eos_token = False
@@ -105,13 +104,13 @@ def test_a_tokenizer_is_taken(alone: Alone) -> None:
 
 
 @pytest.mark.parametrize("rows", [{"text": ["a"]}, 5, ["a text"]])
-def test_what_holds_no_records_is_refused(rows: Any, alone: Alone) -> None:
+def test_what_holds_no_records_is_refused(rows, alone):
     with pytest.raises(DataError, match="train_dataset"):
         train(alone(), train_dataset=rows)
 
 
 @needs("reporting")
-def test_the_summary_says_what_was_made_and_loads_it(alone: Alone, tmp_path: Path) -> None:
+def test_the_summary_says_what_was_made_and_loads_it(alone, tmp_path):
     best = {"eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
     config = alone(training={**best, "save_strategy": "steps"}, data=None)
     summary = train(config, train_dataset=RECORDS, eval_dataset=RECORDS)
@@ -121,7 +120,7 @@ def test_the_summary_says_what_was_made_and_loads_it(alone: Alone, tmp_path: Pat
     assert isinstance(summary.load(), LlamaForCausalLM)
 
 
-def test_the_summary_loads_an_adapter(alone: Alone) -> None:
+def test_the_summary_loads_an_adapter(alone):
     model = train(alone(adapter={"r": 2, "target_modules": ["q_proj"]})).load(dtype=torch.float32)
     assert isinstance(model, peft.PeftModel)
     assert model.peft_config["default"].r == 2
@@ -131,9 +130,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @needs("reporting")
-def test_the_script_and_the_notebook_run(
-    alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_script_and_the_notebook_run(alone, tmp_path, monkeypatch, capsys):
     config = alone(data=None, training={"eval_strategy": "epoch"})
     (tmp_path / "hetero_config.json").write_text(json.dumps(config.to_dict()))
     monkeypatch.chdir(tmp_path)

@@ -118,9 +118,7 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
     return load_file(output / "model" / "model.safetensors")
 
 
-def test_a_step_asks_the_group_in_the_order_of_its_methods(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_asks_the_group_in_the_order_of_its_methods(alone, monkeypatch):
     group = Recorded()
     lines = run(group, "run", alone, monkeypatch, max_steps=2)
     names = ["ready", "part", "losses", "decide", "after_step", "metrics"]
@@ -129,9 +127,7 @@ def test_a_step_asks_the_group_in_the_order_of_its_methods(
     assert not any("skipped" in line for line in lines)
 
 
-def test_norms_and_steps_are_of_the_sums(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_norms_and_steps_are_of_the_sums(alone, monkeypatch, tmp_path):
     settings = {"optim": "sgd", "max_grad_norm": 0, "max_steps": 1}
     one = run(Single(), "one", alone, monkeypatch, **settings)
     two = run(TwoAlike(), "two", alone, monkeypatch, **settings)
@@ -143,8 +139,8 @@ def test_norms_and_steps_are_of_the_sums(
 
 
 def test_a_step_that_the_group_refuses_changes_no_weight_and_holds_the_schedule(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    alone, monkeypatch, tmp_path
+):
     settings = {"lr_scheduler_type": "constant", "warmup_steps": 2}
     lines = run(OthersRefuse(), "refused", alone, monkeypatch, max_steps=2, **settings)
     run(Single(), "one", alone, monkeypatch, max_steps=1, **settings)
@@ -153,9 +149,7 @@ def test_a_step_that_the_group_refuses_changes_no_weight_and_holds_the_schedule(
     assert all(torch.equal(after[key], before[key]) for key in before)
 
 
-def test_a_step_in_which_a_replica_leaves_is_done_again(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_step_in_which_a_replica_leaves_is_done_again(alone, monkeypatch, tmp_path):
     group = OneLeaves()
     left = run(group, "left", alone, monkeypatch, max_steps=3)
     assert group.calls.count("ready") == 4

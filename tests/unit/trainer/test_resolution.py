@@ -9,10 +9,9 @@ import pytest
 import hetero_framework
 from hetero_framework.errors import ConfigError
 from hetero_framework.trainer.resolution import Decision, Resolved
-from tests.alone import Alone
 
 
-def test_decide_sets_the_setting_and_keeps_the_reason(alone: Alone) -> None:
+def test_decide_sets_the_setting_and_keeps_the_reason(alone):
     given = alone()
     resolved = (
         Resolved.start(given)
@@ -37,14 +36,12 @@ def test_decide_sets_the_setting_and_keeps_the_reason(alone: Alone) -> None:
         ("shard_plan[0].start", 7),
     ],
 )
-def test_decide_refuses_values_that_a_file_could_not_have(
-    alone: Alone, setting: str, value: int
-) -> None:
+def test_decide_refuses_values_that_a_file_could_not_have(alone, setting, value):
     with pytest.raises(ConfigError):
         Resolved.start(alone()).decide(setting, value, "")
 
 
-def test_nothing_in_the_package_changes_a_configuration_unchecked() -> None:
+def test_nothing_in_the_package_changes_a_configuration_unchecked():
     """pydantic's `model_copy` and `model_construct` skip validation. The planner's profiles are no
     configurations."""
     root = Path(hetero_framework.__file__).parent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,15 +24,11 @@ from hetero_framework.units import size
         ({"save_strategy": "steps", "save_steps": 100}, 2),
     ],
 )
-def test_one_more_than_the_limit_is_there_while_it_is_written(
-    settings: dict[str, Any], most: int
-) -> None:
+def test_one_more_than_the_limit_is_there_while_it_is_written(settings, most):
     assert checkpoints_at_once(TrainingConfig(**settings), 23, steps_per_epoch=10) == most
 
 
-def test_states_in_host_memory_are_part_of_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
-) -> None:
+def test_states_in_host_memory_are_part_of_a_checkpoint(tmp_path, monkeypatch, logged):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     training = TrainingConfig(save_strategy="epoch")
     prepared: Any = SimpleNamespace(

@@ -39,17 +39,17 @@ LLAMA = LlamaConfig(
 )
 
 
-def test_check_positions_longer_than_a_learned_table_is_refused() -> None:
+def test_check_positions_longer_than_a_learned_table_is_refused():
     check_positions(GPT2, 16)
     with pytest.raises(DataError, match="17 tokens, but the model has 16 positions"):
         check_positions(GPT2, 17)
 
 
-def test_check_positions_computed_ones_go_on() -> None:
+def test_check_positions_computed_ones_go_on():
     check_positions(LLAMA, 17)
 
 
-def test_compiled_layers_and_the_loss_of_their_routers_are_refused() -> None:
+def test_compiled_layers_and_the_loss_of_their_routers_are_refused():
     model = tiny_config("mixtral")
     check_compiled(config(torch_compile=True), model)
     model.output_router_logits = True
@@ -72,7 +72,7 @@ def config(**training) -> Config:
     )
 
 
-def test_largest_frame_holds_any_boundary_and_any_tensor() -> None:
+def test_largest_frame_holds_any_boundary_and_any_tensor():
     boundary = largest_boundary(config(per_device_train_batch_size=4), LLAMA, 100)
     limit = largest_frame(LLAMA, boundary)
     assert limit > 4 * 100 * 16 * 4
@@ -91,7 +91,7 @@ def fact(device: str, free: int) -> MachineFacts:
     return MachineFacts(device, "a device", free, free, host_free=host)
 
 
-def test_checkpointing_auto_is_written_out_for_the_stages_that_need_it(logged: list[str]) -> None:
+def test_checkpointing_auto_is_written_out_for_the_stages_that_need_it(logged):
     training = {"gradient_accumulation_steps": 4, "max_in_flight": 4}
     parts = prepared(config(**training, gradient_checkpointing="auto"), 512)
     need = [m.total for m in parts.memory]
@@ -108,7 +108,7 @@ def test_checkpointing_auto_is_written_out_for_the_stages_that_need_it(logged: l
         fit_devices(parts, nothing)
 
 
-def test_a_stage_keeps_its_own_checkpointing_under_auto() -> None:
+def test_a_stage_keeps_its_own_checkpointing_under_auto():
     cfg = config(gradient_checkpointing="auto")
     first, second = cfg.to_dict()["shard_plan"]
     cfg = cfg.with_changes(shard_plan=[{**first, "gradient_checkpointing": False}, second])
@@ -137,7 +137,7 @@ def adapted(entries: tuple[dict[str, Any], ...], **training: Any) -> Prepared:
 
 
 @needs("host_memory")
-def test_offload_auto_is_written_out_for_the_stages_that_need_it(logged: list[str]) -> None:
+def test_offload_auto_is_written_out_for_the_stages_that_need_it(logged):
     parts = adapted(({"offload": "auto"}, {"offload": "auto"}), max_in_flight=1)
     first, second = parts.memory
     enough = {"local": fact("cuda:0", first.total), 1: fact("cuda:1", second.total)}
@@ -161,7 +161,7 @@ def test_offload_auto_is_written_out_for_the_stages_that_need_it(logged: list[st
 
 
 @needs("host_memory")
-def test_layers_are_computed_again_before_they_are_streamed() -> None:
+def test_layers_are_computed_again_before_they_are_streamed():
     auto = {"offload": "auto"}
     parts = adapted((auto, auto), max_in_flight=1, gradient_checkpointing="auto")
     first, second = parts.memory
@@ -176,7 +176,7 @@ def test_layers_are_computed_again_before_they_are_streamed() -> None:
 
 
 @needs("host_memory")
-def test_settings_for_all_stages_do_nothing_where_memory_is_one(logged: list[str]) -> None:
+def test_settings_for_all_stages_do_nothing_where_memory_is_one(logged):
     parts = adapted(({}, {}), max_in_flight=1, offload_optimizer=True)
     first, second = parts.memory
     room = 1 << 30
@@ -192,7 +192,7 @@ def test_settings_for_all_stages_do_nothing_where_memory_is_one(logged: list[str
             fit_devices(adapted(({}, entry)), {"local": fact("cuda:0", room), 1: fact("mps", room)})
 
 
-def test_stages_hold_as_many_micro_batches_as_their_memory_allows() -> None:
+def test_stages_hold_as_many_micro_batches_as_their_memory_allows():
     parts = prepared(config(gradient_accumulation_steps=8), 512)
     first, last = parts.memory
     assert first.in_flight == 4
@@ -205,7 +205,7 @@ def test_stages_hold_as_many_micro_batches_as_their_memory_allows() -> None:
         fit_devices(chosen, room)
 
 
-def test_the_loss_chunk_is_decided_before_any_process_starts() -> None:
+def test_the_loss_chunk_is_decided_before_any_process_starts():
     def decided(model_config: PretrainedConfig, tokens: int, **training: Any) -> tuple[Any, str]:
         cfg = config(per_device_train_batch_size=2, **training)
         resolved = resolve_loss_chunk(Resolved.start(cfg), model_config, tokens)
@@ -235,9 +235,7 @@ def test_the_loss_chunk_is_decided_before_any_process_starts() -> None:
         ("float16", {"activations": "bf16"}, ["activations travel as they are"]),
     ],
 )
-def test_codecs_report_their_effect_or_why_they_have_none(
-    dtype: str, wire: dict[str, str], said: list[str]
-) -> None:
+def test_codecs_report_their_effect_or_why_they_have_none(dtype, wire, said):
     cfg = config().with_changes(model={"dtype": dtype}, wire=wire)
     lines = codec_lines(cfg, ModelSource.of(cfg).dtype)
     assert len(lines) == len(said)

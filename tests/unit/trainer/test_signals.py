@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -38,7 +38,7 @@ def never(pid: int, terminal: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def heard_as_usual() -> Iterator[None]:
+def heard_as_usual():
     """Under `nohup` SIGHUP is ignored, also in the processes that the tests start."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
@@ -94,7 +94,7 @@ TERM, HUP, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
     ],
     ids=["no", "enter", "sigterm", "sighup", "ctrl_c_again"],
 )
-def test_ctrl_c_asks_and_a_shutdown_answers_yes(reply: Reply, answer: str) -> None:
+def test_ctrl_c_asks_and_a_shutdown_answers_yes(reply, answer):
     assert answer in answer_after(INT, reply=reply)
 
 
@@ -109,17 +109,17 @@ def test_ctrl_c_asks_and_a_shutdown_answers_yes(reply: Reply, answer: str) -> No
         pytest.param([TERM, INT], "AT ONCE", id="ctrl_c after sigterm stops at once"),
     ],
 )
-def test_nobody_is_asked_after_other_signals(numbers: list[int], answer: str) -> None:
+def test_nobody_is_asked_after_other_signals(numbers, answer):
     assert answer in answer_after(*numbers)
 
 
-def test_before_the_first_step_any_signal_stops_at_once() -> None:
+def test_before_the_first_step_any_signal_stops_at_once():
     with StopRequest() as stop, pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGHUP)
     assert stop.requested == "SIGHUP"
 
 
-def test_nohup_is_respected() -> None:
+def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopRequest() as stop, stop.waiting():
@@ -129,7 +129,7 @@ def test_nohup_is_respected() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_windows_ctrl_break_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_ctrl_break_is_a_request(monkeypatch):
     """SIGBREAK's number there is 21; here it stands in for a signal that nothing else uses."""
     monkeypatch.setattr(signals.signal, "SIGBREAK", signal.SIGUSR2, raising=False)
     with StopRequest() as stop, stop.waiting():
@@ -138,7 +138,7 @@ def test_windows_ctrl_break_is_a_request(monkeypatch: pytest.MonkeyPatch) -> Non
         assert stop.wants_checkpoint("Save?")
 
 
-def test_wait_ends_when_a_stop_is_requested() -> None:
+def test_wait_ends_when_a_stop_is_requested():
     began = time.monotonic()
     with StopRequest() as stop, stop.waiting():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -164,22 +164,20 @@ runpy.run_module("hetero_framework", run_name="__main__")
     "module", ["hetero_framework.cli", "hetero_framework.versions", "hetero_framework.config.load"]
 )
 @pytest.mark.parametrize("command", ["train", "worker"])
-def test_a_command_is_stopped_in_order_from_its_first_moment(
-    command: str, module: str, number: signal.Signals
-) -> None:
+def test_a_command_is_stopped_in_order_from_its_first_moment(command, module, number):
     """Not by the signal itself: its parent decides by the exit code how to go on."""
     words = [sys.executable, "-c", _AT_IMPORT, module, str(int(number)), command]
     done = subprocess.run([*words, "--config", "none.json"], capture_output=True, timeout=120)
     assert (done.returncode, done.stderr.decode()) == (75, f"hetero: stopped: by {number.name}\n")
 
 
-def test_commands_outside_of_a_run_end_by_the_signal() -> None:
+def test_commands_outside_of_a_run_end_by_the_signal():
     words = [sys.executable, "-c", _AT_IMPORT, "hetero_framework.cli", str(int(signal.SIGTERM))]
     done = subprocess.run([*words, "check"], capture_output=True, timeout=120)
     assert done.returncode == -signal.SIGTERM
 
 
-def test_an_ignored_hangup_stays_ignored() -> None:
+def test_an_ignored_hangup_stays_ignored():
     """`nohup hetero train`."""
     ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + _AT_IMPORT
     words = [sys.executable, "-c", ignored, "hetero_framework.cli", str(int(signal.SIGHUP))]
@@ -187,7 +185,7 @@ def test_an_ignored_hangup_stays_ignored() -> None:
     assert done.returncode == 0
 
 
-def test_a_request_from_another_thread_saves_and_does_not_ask() -> None:
+def test_a_request_from_another_thread_saves_and_does_not_ask():
     stop = StopRequest()
     assert (stop.requested, stop.waited_s) == (None, 0.0)
     stop.ask("the page")

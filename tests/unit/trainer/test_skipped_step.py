@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from hetero_framework.trainer import skipped_step
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
-from tests.alone import Alone
 from tests.samples import plan_of, read_jsonl
 
 STAGES = Config.from_dict(
@@ -49,13 +47,7 @@ def report(*nonfinite: int, norm: float = 1.0) -> GradientReport:
         ([1.0] * 3, [report(norm=math.nan), report()], 0, None, (4, 0, 7, 2, 3)),
     ],
 )
-def test_the_first_value_that_is_not_finite_is_found(
-    losses: list[float],
-    reports: list[GradientReport],
-    stage: int,
-    micro_batch: int | None,
-    samples: tuple[int, ...],
-) -> None:
+def test_the_first_value_that_is_not_finite_is_found(losses, reports, stage, micro_batch, samples):
     found = skipped_step.find(STAGES, losses, reports, SAMPLES)
     assert found == skipped_step.NonFinite(STAGES[stage], micro_batch, samples)
     owner = ("the coordinator", "worker 1")[stage]
@@ -63,7 +55,7 @@ def test_the_first_value_that_is_not_finite_is_found(
     assert str(found).endswith(f"samples {', '.join(map(str, samples))}")
 
 
-def test_no_stage_is_blamed_for_what_none_of_them_has() -> None:
+def test_no_stage_is_blamed_for_what_none_of_them_has():
     """Norms that overflow only together, and values of another island."""
     found = skipped_step.find(STAGES, [1.0] * 3, [report(), report()], SAMPLES)
     assert found == skipped_step.NonFinite(None, None, (4, 0, 7, 2, 3))
@@ -77,7 +69,7 @@ def test_no_stage_is_blamed_for_what_none_of_them_has() -> None:
     assert found == skipped_step.NonFinite(STAGES[1], 0, (4, 0))
 
 
-def test_many_samples_are_counted() -> None:
+def test_many_samples_are_counted():
     many = skipped_step.NonFinite(STAGES[0], None, tuple(range(40)))
     assert str(many).endswith("14, 15 and 24 more")
     assert len(many.fields["samples"]) == 40
@@ -107,7 +99,7 @@ def after(kinds: str) -> TrainState:
         ("sr" * 5 + "r" * 500, 1000, None),
     ],
 )
-def test_too_many_in_a_row_or_in_all_end_the_run(kinds: str, total: int, stops: str | None) -> None:
+def test_too_many_in_a_row_or_in_all_end_the_run(kinds, total, stops):
     where = str(skipped_step.NonFinite(STAGES[0], 0, (1,)))
     ended = nullcontext() if stops is None else pytest.raises(NumericError, match=stops)
     with ended as raised:
@@ -128,9 +120,7 @@ def norms_of(stage: Stage) -> list[float]:
     return [float(p.detach().norm()) for _, p in stage._parameters]
 
 
-def test_f29_inf_in_a_stage_skips_the_step_and_names_its_samples(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch, logged: list[str]
-) -> None:
+def test_f29_inf_in_a_stage_skips_the_step_and_names_its_samples(alone, monkeypatch, logged):
     outcome, weights = Stage._outcome, []
 
     def infinite(self: Stage, micro_batch: int, *args: Any) -> Any:
@@ -157,9 +147,7 @@ def test_f29_inf_in_a_stage_skips_the_step_and_names_its_samples(
 
 
 @pytest.mark.parametrize("everything", [True, False])
-def test_a_batch_without_a_label_adds_nothing_and_skips_no_step(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch, everything: bool
-) -> None:
+def test_a_batch_without_a_label_adds_nothing_and_skips_no_step(alone, monkeypatch, everything):
     """The loss of no tokens is 0, as in TRL, with micro-batches beside it or without."""
     make = TrainData.step_batches
 
@@ -179,9 +167,7 @@ def test_a_batch_without_a_label_adds_nothing_and_skips_no_step(
     assert zero == [2] * everything
 
 
-def test_f29_a_run_that_only_overflows_its_loss_scale_goes_on(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_f29_a_run_that_only_overflows_its_loss_scale_goes_on(alone, monkeypatch, tmp_path):
     """With fp16 the first steps overflow until the scale fits; nothing is wrong then."""
     scaled = Stage._scaled_backward
 
@@ -197,9 +183,7 @@ def test_f29_a_run_that_only_overflows_its_loss_scale_goes_on(
     assert skipped == ["overflow"] * 7 + [None] * 2  # 65536 is halved seven times
 
 
-def test_f29_a_gradient_that_is_not_finite_names_its_stage(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_f29_a_gradient_that_is_not_finite_names_its_stage(alone, monkeypatch):
     reported = Stage.report_gradients
 
     def infinite(self: Stage, *args: Any) -> GradientReport:
@@ -219,9 +203,7 @@ def small_steps_are_skipped(state: TrainState, norm: float, training: TrainingCo
     return f"norm {norm:g} is below 1e9" if state.step == 1 and norm < 1e9 else None
 
 
-def test_a_rule_skips_a_step_with_its_reason_and_leaves_the_loss_scale(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rule_skips_a_step_with_its_reason_and_leaves_the_loss_scale(alone, monkeypatch):
     monkeypatch.setattr(skipped_step, "RULES", [small_steps_are_skipped])
     scales, begin = [], Stage.begin
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from hetero_framework.trainer.observers import Due, Observers
 from hetero_framework.trainer.tensorboard import TensorBoard
 from tests.unit.trainer.test_metrics import metrics_of
@@ -42,7 +40,7 @@ def read_events(directory: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_it_gets_the_curves(tmp_path: Path) -> None:
+def test_it_gets_the_curves(tmp_path):
     board = board_in(tmp_path)
     board.step_end(state(1), metrics_of(1), Due())
     board.step_end(state(2), metrics_of(2, loss=math.nan), Due())
@@ -59,7 +57,7 @@ def test_it_gets_the_curves(tmp_path: Path) -> None:
     assert [path.name[-5:] for path in tmp_path.iterdir()] == [".5eed"]
 
 
-def test_steps_that_are_repeated_are_there_once(tmp_path: Path) -> None:
+def test_steps_that_are_repeated_are_there_once(tmp_path):
     board = board_in(tmp_path)
     for step in (1, 2, 3):
         board.step_end(state(step), metrics_of(step), Due())
@@ -69,9 +67,7 @@ def test_steps_that_are_repeated_are_there_once(tmp_path: Path) -> None:
     assert read_events(tmp_path)["train/loss"] == [(1, 1.0), (2, 7.0)]
 
 
-def test_a_directory_that_cannot_be_written_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_directory_that_cannot_be_written_ends_nothing(tmp_path, caplog):
     (tmp_path / "tensorboard").write_text("a file", encoding="utf-8")
     with caplog.at_level(logging.WARNING):
         board = board_in(tmp_path / "tensorboard")
@@ -81,9 +77,7 @@ def test_a_directory_that_cannot_be_written_ends_nothing(
     assert caplog.text.count("cannot write TensorBoard events") == 1
 
 
-def test_a_full_disk_ends_it_with_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_ends_it_with_a_line(tmp_path, monkeypatch, caplog):
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     def full(self: Any, data: bytes) -> None:
@@ -101,9 +95,7 @@ def test_a_full_disk_ends_it_with_a_line(
     assert "Traceback" not in caplog.text
 
 
-def test_a_missing_package_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_package_is_reported(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with caplog.at_level(logging.WARNING):
         board_in(tmp_path).step_end(state(1), metrics_of(1), Due())

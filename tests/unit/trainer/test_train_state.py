@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ from hetero_framework.trainer.train_state import TrainState
 STATE = TrainState(7, 5, 2, 900, LossScale(1024.0, 3))
 
 
-def test_state_dict_through_json_gives_the_same_state() -> None:
+def test_state_dict_through_json_gives_the_same_state():
     assert TrainState.load_state_dict(json.loads(json.dumps(STATE.state_dict()))) == STATE
     assert TrainState.load_state_dict(TrainState().state_dict()) == TrainState()
 
@@ -23,7 +22,7 @@ def test_state_dict_through_json_gives_the_same_state() -> None:
 @pytest.mark.parametrize(
     "change", [{"step": -1}, {"tokens": 1.5}, {"loss_scale": 1024.0}, {"due": 3}, {"other": 1}]
 )
-def test_what_is_no_position_of_a_run_is_refused(change: dict[str, Any]) -> None:
+def test_what_is_no_position_of_a_run_is_refused(change):
     with pytest.raises(CheckpointError, match="is no position of a run"):
         TrainState.load_state_dict({**STATE.state_dict(), **change})
 
@@ -37,12 +36,12 @@ def test_what_is_no_position_of_a_run_is_refused(change: dict[str, Any]) -> None
         ("rule", TrainState(8, 5, 2, 1000, LossScale(1024.0, 3))),
     ],
 )
-def test_each_outcome_changes_its_own_counts(skip: Any, after: TrainState) -> None:
+def test_each_outcome_changes_its_own_counts(skip, after):
     """A skip holds the schedule; only what is not finite counts, and a rule leaves the scale."""
     assert STATE.after(StepOutcome(skip), 100) == after
 
 
-def test_an_earlier_state_is_untouched_by_later_steps() -> None:
+def test_an_earlier_state_is_untouched_by_later_steps():
     before = STATE.state_dict()
     STATE.after(StepOutcome(), 1).after(StepOutcome("non-finite"), 1)
     assert STATE.state_dict() == before

@@ -3,14 +3,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 
 from hetero_framework.engine.schedule.bounds import step_bound
-from hetero_framework.extras.planner import FleetProfile
 from hetero_framework.extras.planner.layout import Rules
 from hetero_framework.extras.planner.layout_search import Search, beginnings
 from hetero_framework.extras.planner.search.layer_dp import LayerProgramme
 from tests.extras.planner.fleets import GB, card, device, fleet_of, profiles_of_fleets, rules_of
 
 
-def test_layouts_of_equal_devices_are_even() -> None:
+def test_layouts_of_equal_devices_are_even():
     rules = rules_of(fleet_of(*(device(k or "local") for k in range(4)), speed=1e12))
     programme = LayerProgramme(rules)
     # 3 in front, 8 micro-batches of 2 layers, and a little for the links.
@@ -19,7 +18,7 @@ def test_layouts_of_equal_devices_are_even() -> None:
     assert list(programme.layouts((3 + 8) * 0.006 - 1e-6)) == []
 
 
-def test_a_pinned_device_takes_just_its_layers() -> None:
+def test_a_pinned_device_takes_just_its_layers():
     profile = fleet_of(device("local"), device(1), device(2))
     base = rules_of(profile)
     rules = Rules(base.fleet, base.devices, {1: (2, 5)}, True, False)
@@ -30,7 +29,7 @@ def test_a_pinned_device_takes_just_its_layers() -> None:
         assert rules.permits(layout)
 
 
-def test_along_keeps_the_order_of_devices() -> None:
+def test_along_keeps_the_order_of_devices():
     rules = rules_of(fleet_of(device("local"), device(1, layer_forward_s=0.01), device(2)))
     programme = LayerProgramme(rules)
     layout = programme.along([0, 2, 1], 0.2)
@@ -41,7 +40,7 @@ def test_along_keeps_the_order_of_devices() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(profiles_of_fleets())
-def test_layouts_are_whole_and_end_in_time(profile: FleetProfile) -> None:
+def test_layouts_are_whole_and_end_in_time(profile):
     rules = rules_of(profile)
     fleet, step_s = rules.fleet, 0.3
     for layout in LayerProgramme(rules).layouts(step_s):
@@ -58,7 +57,7 @@ def test_layouts_are_whole_and_end_in_time(profile: FleetProfile) -> None:
         assert step_bound(pipeline, 1) >= wait_s - 1e-9
 
 
-def test_a_card_takes_more_layers_than_it_holds() -> None:
+def test_a_card_takes_more_layers_than_it_holds():
     small = {"memory_bytes": 6 * GB, "host_to_device_bytes_per_s": 200 * GB}
     rules = rules_of(fleet_of(card("local", **small), layers=24, micro_batches=1))
     programme = LayerProgramme(rules)
@@ -70,7 +69,7 @@ def test_a_card_takes_more_layers_than_it_holds() -> None:
     assert list(programme.layouts(both_s + 1e-4)) != []
 
 
-def test_slots_may_take_less_than_few_layers() -> None:
+def test_slots_may_take_less_than_few_layers():
     """One layer fits, or 24 in two slots; two or three do not."""
     tiny = {"memory_bytes": 2.4 * GB, "activation_bytes_recomputed": 0.001 * GB}
     profile = fleet_of(card("local", **tiny), layers=24)

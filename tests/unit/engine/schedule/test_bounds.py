@@ -23,18 +23,18 @@ from tests.unit.engine.schedule.profiles import SLOW, equal, interleaved
     ],
     ids=["equal stages", "one stage", "no micro-batch", "the slowest stage"],
 )
-def test_bound_of_a_chain_is_its_closed_form(profile: Profile, m: int, seconds: float) -> None:
+def test_bound_of_a_chain_is_its_closed_form(profile, m, seconds):
     assert step_bound(profile, m) == seconds
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 8), (4, 2, 16), (4, 3, 32)])
-def test_bound_of_interleaved_stages_is_the_textbook_formula(p: int, v: int, m: int) -> None:
+def test_bound_of_interleaved_stages_is_the_textbook_formula(p, v, m):
     """Narayanan et al. 2021, section 2.2."""
     f, b = 24, 48
     assert step_bound(interleaved(p, v, f, b), m) == m * (f + b) + (p - 1) * (f + b) / v
 
 
-def test_bound_of_one_micro_batch_is_its_path_through_all_stages() -> None:
+def test_bound_of_one_micro_batch_is_its_path_through_all_stages():
     edges = [Edge(7, 11, 1), Edge(13, 17, 2)]
     profile = Profile.of([1, 4, 2], [2, 6, 3], edges=edges)
     assert step_bound(profile, 1) == 18 + (7 + 11 + 2) + (13 + 17 + 4)
@@ -42,7 +42,7 @@ def test_bound_of_one_micro_batch_is_its_path_through_all_stages() -> None:
     assert step_bound(on_one, 1) == 18
 
 
-def test_bound_of_a_slow_link_is_its_work_and_the_rest_it_cannot_hide() -> None:
+def test_bound_of_a_slow_link_is_its_work_and_the_rest_it_cannot_hide():
     """F, 16 activations, the last one's F and B, its gradient's way and B."""
     bound = step_bound(equal(2, 20, 40, Edge(SLOW, SLOW)), 16)
     assert bound == pytest.approx(20 + 16 * SLOW + 60 + SLOW + 40)
@@ -51,14 +51,14 @@ def test_bound_of_a_slow_link_is_its_work_and_the_rest_it_cannot_hide() -> None:
     assert latency == pytest.approx(bound + 2 * 25)
 
 
-def test_bound_counts_activations_and_gradients_through_one_port() -> None:
+def test_bound_counts_activations_and_gradients_through_one_port():
     """All that the middle device receives comes through one port: activations from the first one
     on, gradients down to the last one, whose way on takes B, 7 and B again."""
     profile = equal(3, 1, 1, Edge(5, 7))
     assert step_bound(profile, 10) == 1 + 10 * (5 + 7) + (1 + 7 + 1)
 
 
-def test_bound_of_relayed_boundaries_counts_them_at_the_relay() -> None:
+def test_bound_of_relayed_boundaries_counts_them_at_the_relay():
     """Three boundaries between four workers: each link alone carries 5 + 5 per micro-batch, the
     relay all of it."""
     m, edge = 20, Edge(5, 5, 0, None)
@@ -69,7 +69,7 @@ def test_bound_of_relayed_boundaries_counts_them_at_the_relay() -> None:
     assert simulate(relayed, m, 8).seconds >= step_bound(relayed, m)
 
 
-def test_bound_of_a_stage_with_a_small_limit_includes_round_trips() -> None:
+def test_bound_of_a_stage_with_a_small_limit_includes_round_trips():
     """Two at a time there and back: 5 in groups of 2, 2 and 1, and only the last group's way to the
     end counts twice."""
     profile = Profile.of([1, 4, 2], [2, 6, 3], edges=[Edge(7, 11, 1), Edge(13, 17, 2)])
@@ -135,7 +135,7 @@ def ends_of(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_bound_is_below_every_schedule(seed: int) -> None:
+def test_bound_is_below_every_schedule(seed):
     """Unequal stages, three or four of them, latencies and limits; the least of all schedules."""
     draw = random.Random(seed)
     p, m = draw.choice([(3, 4), (4, 3), (3, 3)])
@@ -146,7 +146,7 @@ def test_bound_is_below_every_schedule(seed: int) -> None:
     assert step_bound(profile, m, limits) <= least_of_all_schedules(profile, m, limits)
 
 
-def test_bound_knows_that_a_slow_stage_in_front_starves_those_behind_it() -> None:
+def test_bound_knows_that_a_slow_stage_in_front_starves_those_behind_it():
     """The second device gets a forward every 7 and has it done after 4, until the first gradient
     comes 11 after the first forward has left it. Before, the bound was 65."""
     edges = [Edge(latency_s=4), Edge(latency_s=3)]

@@ -28,7 +28,7 @@ def choose(ready: Iterable[Task], policy: Policy = BACKWARD_FIRST) -> Task:
 
 
 @given(st.sets(TASKS, min_size=1))
-def test_choose_backward_first_then_the_oldest_then_the_deepest(ready: set[Task]) -> None:
+def test_choose_backward_first_then_the_oldest_then_the_deepest(ready):
     chosen = choose(ready)
     assert chosen in ready
     if any(task.kind == BACKWARD for task in ready):
@@ -38,7 +38,7 @@ def test_choose_backward_first_then_the_oldest_then_the_deepest(ready: set[Task]
     assert chosen.stage == max(t.stage for t in same if t.micro_batch == chosen.micro_batch)
 
 
-def test_the_task_due_first_is_chosen() -> None:
+def test_the_task_due_first_is_chosen():
     policy = Policy((DueDates(0.0, 1.0, 0.5, 1.0), DueDates(-4.0, 1.0, 9.0, 0.0)))
     backward, deep, old = Task(BACKWARD, 0, 0), Task(FORWARD, 1, 3), Task(FORWARD, 0, 2)
     assert choose([backward, deep, old], policy) == deep  # 3 - 4 < 0.5 < 2
@@ -58,7 +58,7 @@ def ready(limit: int = 1, *tasks: Task) -> Readiness:
     return readiness
 
 
-def test_next_forward_waits_while_the_stage_stores_as_many_as_it_may() -> None:
+def test_next_forward_waits_while_the_stage_stores_as_many_as_it_may():
     readiness = ready(1, *(Task(FORWARD, stage, k) for stage in (0, 2) for k in range(2)))
     readiness.start(Task(FORWARD, 0, 0), stores=True)
     assert readiness.next() == Task(FORWARD, 2, 0)  # the other stage has its own limit
@@ -73,7 +73,7 @@ def test_next_forward_waits_while_the_stage_stores_as_many_as_it_may() -> None:
     assert [readiness.peak_in_flight(stage) for stage in (0, 2)] == [1, 1]
 
 
-def test_admission_keeps_at_most_max_in_flight_micro_batches() -> None:
+def test_admission_keeps_at_most_max_in_flight_micro_batches():
     admission = Admission(micro_batches=4, max_in_flight=2)
     entered = []
     for finished in (0, 0, 0, 1, 1, 2, 3, 4):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -22,16 +21,14 @@ def spans_of(profile: Profile, m: int, **settings: object) -> tuple[float, list[
 
 @SIMULATIONS
 @given(profiles(), POLICIES, st.integers(1, 6))
-def test_retiming_the_same_times_gives_the_same_length(profile, policy, m) -> None:  # type: ignore[no-untyped-def]
+def test_retiming_the_same_times_gives_the_same_length(profile, policy, m):  # type: ignore[no-untyped-def]
     seconds, spans = spans_of(profile, m, policy=policy)
     assert retimed(profile, spans) == pytest.approx(seconds, abs=1e-9)
 
 
 @SIMULATIONS
 @given(profiles(), POLICIES, st.integers(1, 6), st.randoms())
-def test_a_fixed_order_grows_no_more_than_its_times(  # type: ignore[no-untyped-def]
-    profile, policy, m, dice: random.Random
-) -> None:
+def test_a_fixed_order_grows_no_more_than_its_times(profile, policy, m, dice):
     """As it may where a policy decides anew."""
     seconds, spans = spans_of(profile, m, policy=policy)
 
@@ -49,7 +46,7 @@ def test_a_fixed_order_grows_no_more_than_its_times(  # type: ignore[no-untyped-
     assert seconds - 1e-9 <= retimed(slower, spans) <= 1.1 * seconds + 1e-9
 
 
-def test_the_order_of_a_process_has_its_own_tasks() -> None:
+def test_the_order_of_a_process_has_its_own_tasks():
     """Stages 0 and 3 with the coordinator, 1 and 2 with workers, the boundary between these relayed
     by it: a forward enters and leaves it there."""
     profile = Profile.of(
@@ -73,7 +70,7 @@ def test_the_order_of_a_process_has_its_own_tasks() -> None:
     assert (second.tasks, second.sends, second.receives) == ((f2, b2), (f3, b1), (f2, b2))
 
 
-def test_transfers_without_bytes_are_not_waited_for() -> None:
+def test_transfers_without_bytes_are_not_waited_for():
     _, spans = spans_of(Profile.of([1, 1], [0, 1], edges=[Edge(1, 0)]), 2)
     ordered = StepSchedule((9, 9)).in_order_of(spans)
     assert ordered.transfers == (Transfer((FORWARD, 1)),) * 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig
 
 from hetero_framework.config import AdapterConfig
 from hetero_framework.errors import CheckpointError, ConfigError
@@ -37,12 +37,12 @@ from tests.unit.adapter_helpers import (
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")
-def config(llama: Path) -> PretrainedConfig:
+def config(llama):
     return AutoConfig.from_pretrained(llama)
 
 
@@ -94,7 +94,7 @@ CASES = {
 @pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
 @pytest.mark.parametrize("case", CASES)
-def test_adapter_trained_on_shards_is_bit_equal_in_stock_models(case: str, tmp_path: Path) -> None:
+def test_adapter_trained_on_shards_is_bit_equal_in_stock_models(case, tmp_path):
     model_type, settings = CASES[case]
     base = save_model(tmp_path / "base", model_type)
     parts = shards(base, 0, 1, 3, 4, adapter=AdapterConfig(**settings))
@@ -110,7 +110,7 @@ def test_adapter_trained_on_shards_is_bit_equal_in_stock_models(case: str, tmp_p
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal"])
-def test_initial_weights_depend_on_the_seed_not_on_the_cut(init: bool | str, llama: Path) -> None:
+def test_initial_weights_depend_on_the_seed_not_on_the_cut(init, llama):
     adapter = AdapterConfig(target_modules="all-linear", init_lora_weights=init)  # type: ignore[arg-type]
 
     def initial(*bounds: int, seed: int) -> dict[str, torch.Tensor]:
@@ -128,7 +128,7 @@ def test_initial_weights_depend_on_the_seed_not_on_the_cut(init: bool | str, lla
     assert len({float(whole[key].sum()) for key in a_keys}) == len(a_keys)
 
 
-def test_initial_weights_follow_pefts_rule(llama: Path) -> None:
+def test_initial_weights_follow_pefts_rule(llama):
     found = adapter_tensors(shards(llama, 0, 4, adapter=AdapterConfig())[0])
     for key, tensor in found.items():
         if "lora_B" in key:
@@ -139,9 +139,7 @@ def test_initial_weights_follow_pefts_rule(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("autocast", [None, True, False])
-def test_adapter_over_bfloat16_has_the_type_that_peft_gives_it(
-    autocast: bool | None, llama: Path, tmp_path: Path
-) -> None:
+def test_adapter_over_bfloat16_has_the_type_that_peft_gives_it(autocast, llama, tmp_path):
     settings = AdapterConfig(target_modules=("q_proj", "up_proj"), autocast_adapter_dtype=autocast)
     parts = shards(llama, 0, 2, 4, adapter=settings, dtype="bfloat16")
     dtype = torch.bfloat16 if autocast is False else torch.float32
@@ -158,13 +156,13 @@ def test_adapter_over_bfloat16_has_the_type_that_peft_gives_it(
 
 
 @pytest.mark.parametrize(("autocast", "expected"), [(None, 2), (True, 4), (False, 2)])
-def test_number_bytes_of_an_adapter_over_a_quantised_base(autocast: Any, expected: int) -> None:
+def test_number_bytes_of_an_adapter_over_a_quantised_base(autocast, expected):
     adapter = AdapterConfig(target_modules=("q_proj",), autocast_adapter_dtype=autocast)
     plan = plan_adapter(tiny_config("llama"), adapter)
     assert plan.number_bytes(4, quantized=True) == expected
 
 
-def test_adapter_config_equals_pefts(llama: Path, config: PretrainedConfig, tmp_path: Path) -> None:
+def test_adapter_config_equals_pefts(llama, config, tmp_path):
     settings: dict[str, Any] = {"r": 4, "lora_alpha": 16, "target_modules": ("q_proj", "v_proj")}
     adapter = AdapterConfig(**settings)
     write(tmp_path / "ours", shards(llama, 0, 2, 4, adapter=adapter), llama)
@@ -178,12 +176,12 @@ def test_adapter_config_equals_pefts(llama: Path, config: PretrainedConfig, tmp_
     assert keys[0] == keys[1] == set(plan_adapter(config, adapter).tensors)
 
 
-def test_targets_are_resolved_on_the_whole_model(config: PretrainedConfig) -> None:
+def test_targets_are_resolved_on_the_whole_model(config):
     names = plan_adapter(config, AdapterConfig(target_modules=r".*\.[13]\.mlp\.up_proj")).modules
     assert names == ("model.layers.1.mlp.up_proj", "model.layers.3.mlp.up_proj")
 
 
-def test_shard_without_target_trains_nothing(llama: Path) -> None:
+def test_shard_without_target_trains_nothing(llama):
     parts = shards(llama, 0, 2, 4, adapter=AdapterConfig(target_modules=r".*layers\.3.*q_proj"))
     assert [len(trainable_parameters(part)) for part in parts] == [0, 2]
     assert adapter_tensors(parts[0]) == {}
@@ -205,9 +203,7 @@ PATTERNS = {
 
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys")
 @pytest.mark.parametrize("keys", PATTERNS.values(), ids=PATTERNS)
-def test_patterns_without_effect_are_those_that_peft_applies_nowhere(
-    keys: tuple[str, ...], llama: Path, config: PretrainedConfig
-) -> None:
+def test_patterns_without_effect_are_those_that_peft_applies_nowhere(keys, llama, config):
     """The oracle: each key has a rank of its own, and stock PEFT says which ranks there are."""
     ranks = {key: 3 + number for number, key in enumerate(keys)}
     settings: dict[str, Any] = {"target_modules": ("q_proj", "v_proj"), "rank_pattern": ranks}
@@ -243,8 +239,8 @@ def test_patterns_without_effect_are_those_that_peft_applies_nowhere(
     ],
 )
 def test_an_entry_that_matches_nothing_comes_with_near_names_and_all_modules(
-    settings: dict[str, Any], said: list[str], config: PretrainedConfig
-) -> None:
+    settings, said, config
+):
     adapter = AdapterConfig(**{"target_modules": ("q_proj", "v_proj"), **settings})
     with pytest.raises(ConfigError, match=r"down_proj, .*q_proj") as caught:
         plan_adapter(config, adapter)
@@ -252,7 +248,7 @@ def test_an_entry_that_matches_nothing_comes_with_near_names_and_all_modules(
 
 
 @pytest.mark.parametrize("asked", [("k_porj", "v_proj"), r".*\.k_porj"])
-def test_an_exclusion_of_nothing_is_a_remark(asked: Any, config: PretrainedConfig) -> None:
+def test_an_exclusion_of_nothing_is_a_remark(asked, config):
     """Nothing else is lost with it, and one list may serve several architectures."""
     adapter = AdapterConfig(target_modules=("q_proj", "k_proj"), exclude_modules=asked)
     (remark,) = plan_adapter(config, adapter).remarks
@@ -261,9 +257,7 @@ def test_an_exclusion_of_nothing_is_a_remark(asked: Any, config: PretrainedConfi
 
 
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys")
-def test_a_saved_adapter_with_idle_patterns_is_continued_with_a_remark(
-    llama: Path, config: PretrainedConfig, tmp_path: Path
-) -> None:
+def test_a_saved_adapter_with_idle_patterns_is_continued_with_a_remark(llama, config, tmp_path):
     lora = LoraConfig(target_modules=["q_proj"], rank_pattern={"k_proj": 4})
     get_peft_model(stock(llama), lora).save_pretrained(tmp_path)
     adapter = AdapterConfig(init_from=str(tmp_path))
@@ -283,9 +277,7 @@ def test_a_saved_adapter_with_idle_patterns_is_continued_with_a_remark(
         ("falcon_h1", {}, {"exclude_modules": ("out_proj", "conv1d")}),
     ],
 )
-def test_settings_that_peft_refuses_come_with_advice(
-    model_type: str, settings: dict[str, Any], advised: dict[str, Any]
-) -> None:
+def test_settings_that_peft_refuses_come_with_advice(model_type, settings, advised):
     config = tiny_config(model_type)
     settings = {"target_modules": "all-linear", **settings}
     with pytest.raises(ConfigError) as caught:
@@ -294,14 +286,14 @@ def test_settings_that_peft_refuses_come_with_advice(
     assert plan_adapter(config, AdapterConfig(**{**settings, **advised})).modules
 
 
-def test_settings_that_contradict_each_other_are_refused() -> None:
+def test_settings_that_contradict_each_other_are_refused():
     adapter = AdapterConfig(target_modules="all-linear", layers_to_transform=(0,))
     with pytest.raises(ConfigError, match="cannot be used when `target_modules` is a str"):
         plan_adapter(tiny_config("llama"), adapter)
 
 
 @pytest.mark.parametrize("adapter", [None, AdapterConfig(modules_to_save=("lm_head",))])
-def test_weights_are_not_trained_in_float16(llama: Path, adapter: AdapterConfig | None) -> None:
+def test_weights_are_not_trained_in_float16(llama, adapter):
     with pytest.raises(ConfigError, match=r"trained in float16") as caught:
         shards(llama, 0, 4, adapter=adapter, dtype="float16")
     assert "model.dtype" in str(caught.value.hint)
@@ -309,7 +301,7 @@ def test_weights_are_not_trained_in_float16(llama: Path, adapter: AdapterConfig 
     assert {p.dtype for _, p in trainable_parameters(over_float16[0])} == {torch.float32}
 
 
-def test_full_training_trains_every_weight_in_model_order(llama: Path) -> None:
+def test_full_training_trains_every_weight_in_model_order(llama):
     parts = shards(llama, 0, 1, 4)
     found = [(part.parameter_index(n), n) for part in parts for n, _ in trainable_parameters(part)]
     assert [n for _, n in sorted(found)] == [n for n, _ in stock(llama).named_parameters()]
@@ -319,7 +311,7 @@ def test_full_training_trains_every_weight_in_model_order(llama: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(llama, tmp_path_factory):
     """An adapter that stock PEFT wrote, with weights other than its initial ones."""
     folder = tmp_path_factory.mktemp("adapter")
     targets = ["q_proj", "down_proj"]
@@ -334,7 +326,7 @@ def saved(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_continued_adapter_equals_pefts_own_loading(llama: Path, saved: Path) -> None:
+def test_continued_adapter_equals_pefts_own_loading(llama, saved):
     parts = shards(llama, 0, 1, 3, 4, adapter=AdapterConfig(init_from=str(saved)))
     model = stock_peft(llama, saved, is_trainable=True)
     assert torch.equal(chain_logits(parts), stock_logits(model))
@@ -348,29 +340,25 @@ def test_continued_adapter_equals_pefts_own_loading(llama: Path, saved: Path) ->
 @pytest.mark.parametrize(
     "settings", [{"r": 8}, {"target_modules": ("q_proj",)}, {"lora_alpha": 8}, {"use_dora": True}]
 )
-def test_setting_that_contradicts_the_adapter_is_an_error(
-    settings: dict[str, Any], config: PretrainedConfig, saved: Path
-) -> None:
+def test_setting_that_contradicts_the_adapter_is_an_error(settings, config, saved):
     adapter = AdapterConfig(init_from=str(saved), **settings)
     with pytest.raises(ConfigError, match=f"adapter.{next(iter(settings))} is"):
         plan_adapter(config, adapter)
 
 
-def test_agreeing_settings_and_another_dropout_pass(config: PretrainedConfig, saved: Path) -> None:
+def test_agreeing_settings_and_another_dropout_pass(config, saved):
     agreeing: dict[str, Any] = {"r": 4, "target_modules": ("down_proj", "q_proj")}
     adapter = AdapterConfig(init_from=str(saved), lora_dropout=0.2, **agreeing)
     assert plan_adapter(config, adapter).lora_config.lora_dropout == 0.2
 
 
-def test_defaults_written_out_are_no_contradiction(config: PretrainedConfig, saved: Path) -> None:
+def test_defaults_written_out_are_no_contradiction(config, saved):
     text = AdapterConfig(init_from=str(saved)).model_dump_json()
     found = plan_adapter(config, AdapterConfig.model_validate_json(text)).lora_config
     assert (found.r, found.lora_dropout) == (4, 0.05)
 
 
-def test_adapter_file_with_missing_or_foreign_tensors_is_refused(
-    config: PretrainedConfig, saved: Path, tmp_path: Path
-) -> None:
+def test_adapter_file_with_missing_or_foreign_tensors_is_refused(config, saved, tmp_path):
     (tmp_path / "adapter_config.json").write_bytes((saved / "adapter_config.json").read_bytes())
     tensors = load_file(saved / "adapter_model.safetensors")
     key = f"{PREFIX}model.layers.2.self_attn.q_proj.lora_A.weight"
@@ -398,8 +386,8 @@ def test_adapter_file_with_missing_or_foreign_tensors_is_refused(
 @pytest.mark.parametrize("targets", [("q_proj",), ("q_proj", "embed_tokens")])
 @pytest.mark.parametrize("rows", [96, 103])
 def test_adapter_with_embeddings_of_its_own_is_used_as_the_error_says(
-    model_type: str, targets: tuple[str, ...], rows: int, tmp_path: Path
-) -> None:
+    model_type, targets, rows, tmp_path
+):
     base = save_model(tmp_path / "base", model_type)
     theirs = stock(base)
     theirs.resize_token_embeddings(rows)
@@ -427,9 +415,7 @@ def test_adapter_with_embeddings_of_its_own_is_used_as_the_error_says(
     assert torch.equal(chain_logits(parts), expected)
 
 
-def test_adapter_directory_that_is_absent_or_broken_is_an_error(
-    config: PretrainedConfig, saved: Path, tmp_path: Path
-) -> None:
+def test_adapter_directory_that_is_absent_or_broken_is_an_error(config, saved, tmp_path):
     adapter = AdapterConfig(init_from="adapter")
     with pytest.raises(ConfigError, match="no adapter in"):
         plan_adapter(config, adapter, tmp_path)
@@ -456,8 +442,8 @@ def test_adapter_directory_that_is_absent_or_broken_is_an_error(
     ],
 )
 def test_settings_of_a_saved_adapter_that_are_refused_by_every_reader(
-    setting: str, value: object, reason: str, config: PretrainedConfig, saved: Path, tmp_path: Path
-) -> None:
+    setting, value, reason, config, saved, tmp_path
+):
     settings = json.loads((saved / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, setting: value}))
     weights = "adapter_model.safetensors"
@@ -483,8 +469,8 @@ CONV1D = {"target_modules": ("c_attn",), "fan_in_fan_out": True}
     ],
 )
 def test_an_adapter_that_rewrites_the_base_is_pefts_under_any_cut(
-    init: Any, model_type: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
+    init, model_type, settings, tmp_path
+):
     base = save_model(tmp_path / "base", model_type)
     adapter = AdapterConfig(r=4, init_lora_weights=init, **settings)
     parts = shards(base, 0, 1, 3, 4, adapter=adapter)
@@ -524,9 +510,7 @@ def test_an_adapter_that_rewrites_the_base_is_pefts_under_any_cut(
          r"embedding and head, which are one weight \(lm_head\)"),
     ],
 )  # fmt: skip
-def test_a_base_that_cannot_be_rewritten_is_refused(
-    model_type: str, changes: dict[str, Any], settings: dict[str, Any], said: str
-) -> None:
+def test_a_base_that_cannot_be_rewritten_is_refused(model_type, changes, settings, said):
     config = tiny_config(model_type)
     for name, value in changes.items():
         setattr(config, name, value)
@@ -534,7 +518,7 @@ def test_a_base_that_cannot_be_rewritten_is_refused(
         plan_adapter(config, AdapterConfig(**{"init_lora_weights": "pissa", **settings}))
 
 
-def test_an_embedding_that_is_not_tied_can_be_rewritten() -> None:
+def test_an_embedding_that_is_not_tied_can_be_rewritten():
     embedding = AdapterConfig(init_lora_weights="pissa", target_modules=("embed_tokens",))
     assert plan_adapter(tiny_config("llama"), embedding).modules == ("model.embed_tokens",)
 
@@ -542,7 +526,7 @@ def test_an_embedding_that_is_not_tied_can_be_rewritten() -> None:
 # -- the finished directory -----------------------------------------------------------------------
 
 
-def test_incomplete_adapter_is_never_written(llama: Path, tmp_path: Path) -> None:
+def test_incomplete_adapter_is_never_written(llama, tmp_path):
     parts = shards(llama, 0, 1, 3, 4, adapter=AdapterConfig())
     tensors, plan = [dict(export_parts(part)) for part in parts], parts[0].adapter.plan
     for given, said in (

@@ -4,7 +4,6 @@ read."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from hetero_framework.models.cut.attention import KNOWN, attention_support, chec
 from tests.samples import plan_of, save_llama, save_texts
 
 
-def test_the_answers_are_those_of_torch_and_transformers() -> None:
+def test_the_answers_are_those_of_torch_and_transformers():
     assert set(KNOWN) >= {"sdpa", "eager"}
     if not torch.cuda.is_available():
         assert bool(attention_support("flash_attention_2", "cpu")) == is_flash_attn_2_available()
@@ -30,7 +29,7 @@ def test_the_answers_are_those_of_torch_and_transformers() -> None:
     assert attention_support("flex_attention", "cuda")
 
 
-def test_each_process_with_layers_is_named_with_its_machine_and_device() -> None:
+def test_each_process_with_layers_is_named_with_its_machine_and_device():
     config = Config.from_dict(
         {
             "coordinator": {"ip": "10.0.0.1", "device": "cpu"},
@@ -51,9 +50,7 @@ def test_each_process_with_layers_is_named_with_its_machine_and_device() -> None
 
 @pytest.mark.parametrize("command", ["check", "train"])
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex_attention"])
-def test_an_attention_that_cannot_train_ends_with_2(
-    name: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_attention_that_cannot_train_ends_with_2(name, command, tmp_path, capsys):
     model: dict[str, Any] = {"name_or_path": str(save_llama(tmp_path / "model", layers=1))}
     raw = {
         "coordinator": {"ip": "127.0.0.1", "device": "cpu"},

@@ -34,16 +34,14 @@ LABELS = torch.tensor([[3, 1, -100, 2], [0, -100, 4, 4]])
         (True, True, ["input_ids", "attention_mask", "labels"]),
     ],
 )
-def test_stage_inputs_are_tokens_in_front_and_labels_at_the_end(
-    is_first: bool, is_last: bool, names: list[str]
-) -> None:
+def test_stage_inputs_are_tokens_in_front_and_labels_at_the_end(is_first, is_last, names):
     spec = StageSpec(0, "local", 0, 1, is_first, is_last)
     batch = ("input_ids", "attention_mask", "labels")
     assert CausalLM(None).stage_inputs(spec, batch) == names
 
 
 @pytest.mark.parametrize("limit", [None, 5], ids=["whole", "in chunks"])
-def test_loss_is_the_shards_own_divided_by_the_items(limit: int | None) -> None:
+def test_loss_is_the_shards_own_divided_by_the_items(limit):
     config = tiny_config("llama")
     layers = introspect(config).num_layers
     shard = build_shard(config, None, ShardRange(0, layers, True, True), dtype=torch.float32)
@@ -61,7 +59,7 @@ def test_loss_is_the_shards_own_divided_by_the_items(limit: int | None) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "first_labels"), [("llama", 0), ("gpt2", 2)])
-def test_item_counter_has_first_labels_as_the_trainer(model_type: str, first_labels: int) -> None:
+def test_item_counter_has_first_labels_as_the_trainer(model_type, first_labels):
     """The Trainer knows the loss of LlamaForCausalLM by its name, and not GPT2LMHeadModel's."""
     batch = {"labels": torch.tensor([[1, 2, -100], [3, 4, 5]])}
     objective = objective_of(TrainingConfig())
@@ -81,7 +79,7 @@ WITHOUT_LOSS = ["git", "reformer"]
 
 @pytest.mark.long
 @pytest.mark.parametrize("model_type", causal_lm_types())
-def test_a_class_trains_the_next_token_and_nothing_else(model_type: str) -> None:
+def test_a_class_trains_the_next_token_and_nothing_else(model_type):
     """No head for later tokens, as some checkpoints have them; routers add nothing by default."""
     config = tiny_config(model_type)
     inputs = probe_inputs(config)
@@ -104,7 +102,7 @@ def test_a_class_trains_the_next_token_and_nothing_else(model_type: str) -> None
 
 @needs("preferences")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_preferences_need_the_memory_of_next_token_training(dtype: torch.dtype) -> None:
+def test_preferences_need_the_memory_of_next_token_training(dtype):
     """Of the last stage, for the same rows in loss chunks."""
     config = AutoConfig.for_model(
         "llama",
@@ -126,7 +124,7 @@ def sums(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("at_once", [1, 10, 1000])
-def test_sums_are_of_the_tokens_with_labels(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_of_the_tokens_with_labels(at_once, monkeypatch):
     monkeypatch.setattr(causal_lm, "_LOGITS", at_once)
     logits = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
     places = [(row, token) for row in range(2) for token in range(3) if LABELS[row, token + 1] >= 0]
@@ -135,13 +133,13 @@ def test_sums_are_of_the_tokens_with_labels(at_once: int, monkeypatch: pytest.Mo
     assert sums(logits, LABELS).tolist() == pytest.approx([entropy, hits, 4])
 
 
-def test_tokens_that_the_model_rules_out_add_nothing() -> None:
+def test_tokens_that_the_model_rules_out_add_nothing():
     logits = torch.tensor([[[0.0, 0.0, -math.inf], [0.0, -math.inf, -math.inf]]])
     found = sums(logits, torch.tensor([[0, 1]]))
     assert found.tolist() == pytest.approx([math.log(2), 0, 1])
 
 
-def test_metrics_are_means_over_micro_batches_each_a_mean_over_its_tokens() -> None:
+def test_metrics_are_means_over_micro_batches_each_a_mean_over_its_tokens():
     named = [{SUMS: torch.tensor(values)} for values in ([6.0, 1.0, 2.0], [1.0, 1.0, 1.0])]
     metrics = CausalLM(None, token_metrics=True).metrics
     assert metrics(named) == {"entropy": 2.0, "mean_token_accuracy": 0.75}
@@ -150,11 +148,11 @@ def test_metrics_are_means_over_micro_batches_each_a_mean_over_its_tokens() -> N
 
 
 @pytest.mark.parametrize("named", [{}, {SUMS: torch.zeros(2)}, {SUMS: torch.zeros(3).long()}])
-def test_other_tensors_of_a_peer_are_refused(named: dict[str, torch.Tensor]) -> None:
+def test_other_tensors_of_a_peer_are_refused(named):
     with pytest.raises(ProtocolError, match="the last stage gave no sums"):
         CausalLM(None, token_metrics=True).metrics([{SUMS: torch.zeros(3)}, named])
 
 
-def test_logits_that_are_no_rows_of_tokens_are_refused() -> None:
+def test_logits_that_are_no_rows_of_tokens_are_refused():
     with pytest.raises(ArchitectureError, match="no prediction for each token"):
         TokenSums().look(torch.zeros(2, 3, 5), LABELS)

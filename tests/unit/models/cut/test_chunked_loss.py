@@ -66,9 +66,7 @@ def in_pieces(
 
 @pytest.mark.parametrize("shape", [(1, 2), (1, 97), (3, 12), (7, 5), (16, 64)])
 @pytest.mark.parametrize("limit", [2, 3, 8, 50, 100])
-def test_every_label_is_predicted_in_exactly_one_piece_of_bounded_size(
-    shape: tuple[int, int], limit: int
-) -> None:
+def test_every_label_is_predicted_in_exactly_one_piece_of_bounded_size(shape, limit):
     pieces = spans(shape, limit)
     assert bool(pieces) == (shape[0] * shape[1] > limit)
     predicted = torch.zeros(shape, dtype=torch.int64)
@@ -78,12 +76,12 @@ def test_every_label_is_predicted_in_exactly_one_piece_of_bounded_size(
     assert not pieces or (predicted[:, 1:] == 1).all()
 
 
-def test_without_a_limit_the_loss_is_one_chunk() -> None:
+def test_without_a_limit_the_loss_is_one_chunk():
     assert spans((64, 4096), None) == []
     assert spans((64, 1), 8) == []
 
 
-def test_auto_depends_on_the_vocabulary_alone() -> None:
+def test_auto_depends_on_the_vocabulary_alone():
     config = config_of("llama")
     assert chunk_tokens("auto", config) == (1 << 26) // 160
     assert chunk_tokens(7, config) == 7
@@ -97,7 +95,7 @@ def test_auto_depends_on_the_vocabulary_alone() -> None:
     "model_type", ["llama", "gemma2", "gpt2", "cohere", "granite", "mixtral", "opt"]
 )
 @pytest.mark.parametrize("limit", [2, 5, 13])
-def test_pieces_have_the_loss_and_gradients_of_the_whole(model_type: str, limit: int) -> None:
+def test_pieces_have_the_loss_and_gradients_of_the_whole(model_type, limit):
     (shard,) = build(model_type, 0, 6)
     shard.train(False)
     inputs = probe_inputs(config_of(model_type))
@@ -110,7 +108,7 @@ def test_pieces_have_the_loss_and_gradients_of_the_whole(model_type: str, limit:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2"])
-def test_pieces_are_the_same_to_the_bit_under_every_cut(model_type: str) -> None:
+def test_pieces_are_the_same_to_the_bit_under_every_cut(model_type):
     """In training mode, with dropout where the model has it, and layers computed again."""
     inputs = probe_inputs(config_of(model_type))
     results = []
@@ -128,7 +126,7 @@ def test_pieces_are_the_same_to_the_bit_under_every_cut(model_type: str) -> None
         assert all(torch.equal(other[name], gradient) for name, gradient in gradients.items())
 
 
-def test_each_loss_chunk_draws_its_own_random_numbers() -> None:
+def test_each_loss_chunk_draws_its_own_random_numbers():
     seen: list[str | int] = []
     first, last = build("llama", 0, 4, 6)
     last.on_enter = seen.append
@@ -137,7 +135,7 @@ def test_each_loss_chunk_draws_its_own_random_numbers() -> None:
     assert seen == ["embedding", 4, 5, "head", "head 1"]
 
 
-def test_after_a_chunked_loss_the_shard_works_as_before() -> None:
+def test_after_a_chunked_loss_the_shard_works_as_before():
     (shard,) = build("gpt2", 0, 6)
     shard.train(False)
     inputs = probe_inputs(config_of("gpt2"))
@@ -146,7 +144,7 @@ def test_after_a_chunked_loss_the_shard_works_as_before() -> None:
     assert torch.equal(run([shard], inputs, None)[0], before)
 
 
-def test_gradients_in_bfloat16_are_rounded_once() -> None:
+def test_gradients_in_bfloat16_are_rounded_once():
     (shard,) = build("llama", 0, 6, dtype=torch.bfloat16)
     inputs = probe_inputs(config_of("llama"))
     whole = run([shard], inputs, None)[1]["lm_head.weight"].float()
@@ -156,7 +154,7 @@ def test_gradients_in_bfloat16_are_rounded_once() -> None:
     assert (pieces.float() - whole).abs().max() <= 2**-7 * whole.abs().max()
 
 
-def test_gradients_add_to_those_of_earlier_micro_batches() -> None:
+def test_gradients_add_to_those_of_earlier_micro_batches():
     for dtype in (torch.float32, torch.bfloat16):
         (shard,) = build("llama", 0, 6, dtype=dtype)
         shard.train(False)
@@ -168,7 +166,7 @@ def test_gradients_add_to_those_of_earlier_micro_batches() -> None:
             torch.testing.assert_close(shard.model.get_parameter(name).grad, 2 * gradient)
 
 
-def test_a_row_longer_than_the_table_works_with_restarting_positions() -> None:
+def test_a_row_longer_than_the_table_works_with_restarting_positions():
     (shard,) = build("gpt2", 0, 6)
     shard.train(False)
     ids = torch.randint(3, 160, (1, 300), generator=torch.Generator().manual_seed(0))
@@ -182,18 +180,18 @@ def test_a_row_longer_than_the_table_works_with_restarting_positions() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "opt", "qwen3_moe"])
-def test_heads_that_work_token_by_token_are_admitted(model_type: str) -> None:
+def test_heads_that_work_token_by_token_are_admitted(model_type):
     assert why_not_chunked(config_of(model_type)) is None
 
 
 @pytest.mark.parametrize(
     ("model_type", "reason"), [("cpmant", "does not run on a part"), ("xlm", "loss would differ")]
 )
-def test_models_that_cannot_be_chunked_come_with_a_reason(model_type: str, reason: str) -> None:
+def test_models_that_cannot_be_chunked_come_with_a_reason(model_type, reason):
     assert reason in str(why_not_chunked(config_of(model_type)))
 
 
-def test_the_loss_of_routers_is_one_of_the_whole_micro_batch() -> None:
+def test_the_loss_of_routers_is_one_of_the_whole_micro_batch():
     config = config_of("mixtral")
     config.output_router_logits = True
     assert why_not_chunked(config) == "the routers' loss is one of the whole micro-batch"
@@ -224,7 +222,7 @@ def head_shard() -> Shard:
     return build_shard(config, None, ranges(0, 6, 6)[1])
 
 
-def test_memory_of_the_logits_does_not_depend_on_the_micro_batch() -> None:
+def test_memory_of_the_logits_does_not_depend_on_the_micro_batch():
     logits = 4 * 4096  # of one token, in float32
     whole = [head_peak(tokens, None) for tokens in (64, 256)]
     assert whole[1] - whole[0] > 3 * logits * 2 * (256 - 64)

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
-import pytest
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from hetero_framework import registry
@@ -21,7 +19,7 @@ class MadeUpModel(PreTrainedModel):
     pass
 
 
-def test_a_family_stands_for_its_models(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_stands_for_its_models(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
     config, saved = MadeUpConfig(), LlamaConfig()
     family = SimpleNamespace(stock_class=MadeUpModel, saved=lambda c: saved)

@@ -11,18 +11,18 @@ from hetero_framework.models.cut.introspect import IDS, Provenance, layer_kinds
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 99}
 
 
-def test_layers_of_a_plain_model_are_all_alike() -> None:
+def test_layers_of_a_plain_model_are_all_alike():
     assert layer_kinds(AutoConfig.for_model("llama", **SMALL, num_hidden_layers=3)) == [0, 0, 0]
 
 
-def test_kinds_of_attention_are_distinguished_despite_equal_weights() -> None:
+def test_kinds_of_attention_are_distinguished_despite_equal_weights():
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     own = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 3}
     config = AutoConfig.for_model("gemma3_text", **own, layer_types=types, sliding_window=8)
     assert layer_kinds(config) == [0, 1, 0]
 
 
-def test_layers_of_experts_are_a_kind_of_their_own() -> None:
+def test_layers_of_experts_are_a_kind_of_their_own():
     own = {**SMALL, "num_key_value_heads": 2, "num_hidden_layers": 4, "moe_intermediate_size": 32}
     own |= {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0, 2]}
     config = AutoConfig.for_model("qwen3_moe", **own)
@@ -37,11 +37,11 @@ WEIGHT = torch.ones(4, 2, requires_grad=True)
 
 
 @pytest.fixture
-def provenance() -> Provenance:
+def provenance():
     return Provenance(IDS_B, [WEIGHT])
 
 
-def test_a_tensors_level_is_the_last_part_it_depends_on(provenance: Provenance) -> None:
+def test_a_tensors_level_is_the_last_part_it_depends_on(provenance):
     with provenance:
         hashed = IDS_B * 7 % 4
         mask = torch.ones(3)
@@ -57,7 +57,7 @@ def test_a_tensors_level_is_the_last_part_it_depends_on(provenance: Provenance) 
     assert [*map(provenance.level, found)] == [IDS, None, -1, None, 0, 0, 0, 0]
 
 
-def test_a_tensor_made_of_a_blocks_hidden_state_belongs_to_it(provenance: Provenance) -> None:
+def test_a_tensor_made_of_a_blocks_hidden_state_belongs_to_it(provenance):
     with provenance:
         hidden, other = WEIGHT[IDS_B], WEIGHT * 2
         provenance.received(hidden, 0)
@@ -66,7 +66,7 @@ def test_a_tensor_made_of_a_blocks_hidden_state_belongs_to_it(provenance: Proven
     assert [provenance.level(t) for t in (hidden, kept, apart)] == [-1, 0, -1]
 
 
-def test_writes_in_place_reach_all_views(provenance: Provenance) -> None:
+def test_writes_in_place_reach_all_views(provenance):
     with provenance:
         room = torch.zeros(2, 4)
         row, other = room[0], room[1]
@@ -76,7 +76,7 @@ def test_writes_in_place_reach_all_views(provenance: Provenance) -> None:
     assert (provenance.level(room), provenance.level(other)) == (1, 1)
 
 
-def test_a_view_that_a_block_takes_of_a_mask_leaves_the_mask_alone(provenance: Provenance) -> None:
+def test_a_view_that_a_block_takes_of_a_mask_leaves_the_mask_alone(provenance):
     mask = torch.ones(3)
     with provenance:
         provenance.phase = 0
@@ -84,7 +84,7 @@ def test_a_view_that_a_block_takes_of_a_mask_leaves_the_mask_alone(provenance: P
     assert provenance.level(mask) is None
 
 
-def test_a_tensor_used_between_blocks_counts_as_held(provenance: Provenance) -> None:
+def test_a_tensor_used_between_blocks_counts_as_held(provenance):
     with provenance:
         residual, sliced, argument = WEIGHT * 1, WEIGHT * 2, WEIGHT * 3
         provenance.phase = 0
@@ -98,7 +98,7 @@ def test_a_tensor_used_between_blocks_counts_as_held(provenance: Provenance) -> 
     assert not provenance.is_held(residual, 1)
 
 
-def test_a_block_reads_the_inputs_of_its_operations(provenance: Provenance) -> None:
+def test_a_block_reads_the_inputs_of_its_operations(provenance):
     with provenance:
         first, second = WEIGHT[IDS_B], WEIGHT * 2
         provenance.phase = 0

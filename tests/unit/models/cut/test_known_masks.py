@@ -20,9 +20,7 @@ MASKS = {"full": [TOKENS, TOKENS], "padded": [TOKENS, 3], "all padded": [4, 3]}
 @pytest.mark.parametrize("lengths", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("window", [None, 3, 100])
 @pytest.mark.parametrize("kind", [torch.bool, torch.int64])
-def test_a_known_mask_gives_what_the_device_would_say(
-    lengths: list[int], window: int | None, kind: torch.dtype
-) -> None:
+def test_a_known_mask_gives_what_the_device_would_say(lengths, window, kind):
     seen_BS = (torch.arange(TOKENS) < torch.tensor(lengths)[:, None]).to(kind)
     there_BS = seen_BS.to(kind).clone()
     there_BS._hetero_host = seen_BS  # type: ignore[attr-defined]
@@ -39,7 +37,7 @@ def test_a_known_mask_gives_what_the_device_would_say(
         assert torch.equal(found, right)
 
 
-def test_the_devices_numbers_are_not_read() -> None:
+def test_the_devices_numbers_are_not_read():
     """Its own are void here, and the mask is that of the CPU tensor."""
     register_known_masks()
     make = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]

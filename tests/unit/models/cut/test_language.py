@@ -11,13 +11,13 @@ from hetero_framework.models.cut.language import lies_in, model_class, pattern, 
 from hetero_framework.models.cut.tiny import stock_class, tiny_config
 
 
-def test_a_model_of_one_part_is_its_own_class() -> None:
+def test_a_model_of_one_part_is_its_own_class():
     config = LlamaConfig()
     assert towers(config) == ()
     assert model_class(config) is LlamaForCausalLM
 
 
-def test_the_checkpoint_says_which_class_a_composite_configuration_means() -> None:
+def test_the_checkpoint_says_which_class_a_composite_configuration_means():
     config = Llama4Config()
     assert stock_class(config).__name__ == "Llama4ForCausalLM"
     config.architectures = ["Llama4ForConditionalGeneration"]
@@ -26,7 +26,7 @@ def test_the_checkpoint_says_which_class_a_composite_configuration_means() -> No
     assert stock_class(config).__name__ == "Llama4ForCausalLM"
 
 
-def test_names_in_towers() -> None:
+def test_names_in_towers():
     gone = ("model.vision", "newline")
     assert lies_in("model.vision.layers.0", gone)
     assert not lies_in("model.vision_language.layers.0", gone)
@@ -34,6 +34,6 @@ def test_names_in_towers() -> None:
         assert bool(re.fullmatch(pattern(gone), name)) == lies_in(name, gone)
 
 
-def test_the_refusal_of_other_blocks_names_them() -> None:
+def test_the_refusal_of_other_blocks_names_them():
     with pytest.raises(ArchitectureError, match="the model's own code goes backward"):
         introspect(tiny_config("reformer"))

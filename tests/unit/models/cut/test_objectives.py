@@ -34,7 +34,7 @@ RAW: dict[str, Any] = {
         ("image-classification", "accuracy", "entropy"),
     ],
 )
-def test_best_model_is_chosen_by_what_is_given(objective: str, given: str, not_given: str) -> None:
+def test_best_model_is_chosen_by_what_is_given(objective, given, not_given):
     def check(metric: str) -> None:
         settings = {"objective": objective, "per_device_train_batch_size": 2}
         settings |= {"eval_strategy": "epoch", "metric_for_best_model": metric}
@@ -56,14 +56,14 @@ def test_best_model_is_chosen_by_what_is_given(objective: str, given: str, not_g
         ("mine", "a file of --import"),
     ],
 )
-def test_an_unknown_objective_is_said_with_its_key_and_a_near_name(name: str, hint: str) -> None:
+def test_an_unknown_objective_is_said_with_its_key_and_a_near_name(name, hint):
     with pytest.raises(ConfigError, match=r"^training.objective: there is no") as error:
         needs_of(name)
     assert hint in (error.value.hint or "")
 
 
 @whole
-def test_the_page_has_each_kind_of_data_with_its_rows() -> None:
+def test_the_page_has_each_kind_of_data_with_its_rows():
     page = (Path(__file__).resolve().parents[4] / "docs" / "objectives.md").read_text()
     found = re.findall(r'^\| `"(\w+)"` \| [^|]+\| (\d)', page, re.MULTILINE)
     assert {kind: int(rows) for kind, rows in found} == {

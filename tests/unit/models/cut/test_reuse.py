@@ -63,7 +63,7 @@ class Process:
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def read(monkeypatch):
     """The names of the tensors that were read from the files."""
     names: list[str] = []
     note_reads(monkeypatch, names.append)
@@ -105,7 +105,7 @@ def output(shards: list[Shard]) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def bases(tmp_path_factory):
     types = ("llama", "gemma", "mixtral", "gpt2")
     return {kind: save_model(tmp_path_factory.mktemp(kind), kind) for kind in types}
 
@@ -134,8 +134,8 @@ CHANGES: dict[str, tuple[Cut, Cut, set[str]]] = {
 )
 @pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
 def test_only_missing_modules_are_read_and_the_shard_equals_a_new_one(
-    kind: str, adapter: str, change: str, bases: dict[str, Path], read: list[str]
-) -> None:
+    kind, adapter, change, bases, read
+):
     base, settings = bases[kind], ADAPTERS[adapter]
     before, after, expected = CHANGES[change]
     process = Process(base, settings)
@@ -152,9 +152,7 @@ def test_only_missing_modules_are_read_and_the_shard_equals_a_new_one(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
-def test_quantised_weights_stay_as_they_are(
-    quantization: str, dtype: str, bases: dict[str, Path], read: list[str]
-) -> None:
+def test_quantised_weights_stay_as_they_are(quantization, dtype, bases, read):
     base, model = bases["llama"], {"quantization": quantization, "dtype": dtype}
     process = Process(base, LORA, **model)
     randomise(process.load(FIRST))
@@ -174,9 +172,7 @@ def test_quantised_weights_stay_as_they_are(
     ],
     ids=["all of it", "biases", "an adapter alone"],
 )
-def test_trained_modules_are_not_reused(
-    kind: str, adapter: Any, is_kept: bool, bases: dict[str, Path], read: list[str]
-) -> None:
+def test_trained_modules_are_not_reused(kind, adapter, is_kept, bases, read):
     process = Process(bases[kind], adapter)
     randomise(process.load(FIRST))
     read.clear()
@@ -185,7 +181,7 @@ def test_trained_modules_are_not_reused(
     assert_like_new(process.shards, bases[kind], adapter)
 
 
-def test_weights_of_another_origin_are_read_anew(bases: dict[str, Path], read: list[str]) -> None:
+def test_weights_of_another_origin_are_read_anew(bases, read):
     process = Process(bases["llama"], LORA)
     process.load(FIRST)
     read.clear()
@@ -194,14 +190,14 @@ def test_weights_of_another_origin_are_read_anew(bases: dict[str, Path], read: l
 
 
 @pytest.mark.parametrize(("kind", "leaves"), [("llama", True), ("rwkv", False), ("zamba2", False)])
-def test_blocks_that_the_model_shares_or_rescales_are_not_kept(kind: str, leaves: bool) -> None:
+def test_blocks_that_the_model_shares_or_rescales_are_not_kept(kind, leaves):
     config = tiny_config(kind)
     shard = build_shard(config, None, ShardRange(0, config.num_hidden_layers, True, True))
     shard.model.requires_grad_(False)
     assert bool(shard.dissolve().blocks) == leaves
 
 
-def test_modules_that_are_not_reused_are_freed_before_loading(bases: dict[str, Path]) -> None:
+def test_modules_that_are_not_reused_are_freed_before_loading(bases):
     process = Process(bases["llama"], LORA)
     process.load(FIRST)
     blocks = [weakref.ref(block) for block in process.shards[0]._blocks[:2]]
@@ -220,7 +216,7 @@ def test_modules_that_are_not_reused_are_freed_before_loading(bases: dict[str, P
     assert list(kept[0].blocks) == [1]
 
 
-def test_routers_of_blocks_that_move_report_once(tmp_path: Path) -> None:
+def test_routers_of_blocks_that_move_report_once(tmp_path):
     base = save_model(tmp_path / "mixtral", "mixtral")
     process = Process(base, LORA | {"target_modules": ("q_proj",)}, router_aux_loss_coef=0.5)
     former = output(process.load(WHOLE))  # the model hooks its blocks in its first forward

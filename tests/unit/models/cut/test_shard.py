@@ -57,7 +57,7 @@ def config_of(model_type: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def checkpoints(tmp_path_factory):
     """A function that gives the directory of a tiny random checkpoint, several files each."""
 
     @functools.lru_cache
@@ -116,7 +116,7 @@ def whole(model_type: str, path: Path) -> tuple[torch.Tensor, dict]:
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda name: name.replace(" ", "-"))
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
-def test_cut_model_equals_the_whole_to_the_bit(model_type: str, cut: str, checkpoints: Any) -> None:
+def test_cut_model_equals_the_whole_to_the_bit(model_type, cut, checkpoints):
     path = checkpoints(model_type)
     expected_loss, expected = whole(model_type, path)
     loss, gradients = run(build(model_type, path, CUTS[cut]), probe_inputs(config_of(model_type)))
@@ -124,7 +124,7 @@ def test_cut_model_equals_the_whole_to_the_bit(model_type: str, cut: str, checkp
     assert_equal(gradients, expected)
 
 
-def test_cut_equals_whole_in_bfloat16(checkpoints: Any) -> None:
+def test_cut_equals_whole_in_bfloat16(checkpoints):
     path, inputs = checkpoints("llama"), probe_inputs(config_of("llama"))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     expected = model(**inputs, num_items_in_batch=ITEMS, use_cache=False).loss
@@ -136,7 +136,7 @@ def test_cut_equals_whole_in_bfloat16(checkpoints: Any) -> None:
 # Blocks that read the hidden state several times without a norm before, and one with side tensors.
 @pytest.mark.parametrize("model_type", ["llama", "olmo2", "exaone4", "gemma3n_text"])
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_cut_equals_whole_in_autocast(half: torch.dtype, model_type: str, checkpoints: Any) -> None:
+def test_cut_equals_whole_in_autocast(half, model_type, checkpoints):
     path, inputs = checkpoints(model_type), probe_inputs(config_of(model_type))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with autocast(half):
@@ -159,7 +159,7 @@ def test_cut_equals_whole_in_autocast(half: torch.dtype, model_type: str, checkp
         assert torch.equal(shards[-1].loss(inputs, received, ITEMS), expected)
 
 
-def test_position_ids_reach_every_shard(checkpoints: Any) -> None:
+def test_position_ids_reach_every_shard(checkpoints):
     inputs = probe_inputs(config_of("llama"))
     shifted = {**inputs, "position_ids": torch.arange(12).expand(2, 12) * 3}
     one = build("llama", checkpoints("llama"), [0, 6])
@@ -168,7 +168,7 @@ def test_position_ids_reach_every_shard(checkpoints: Any) -> None:
     assert not torch.equal(run(one, shifted)[0], run(one, inputs)[0])
 
 
-def test_shard_holds_only_its_layers_under_global_names(checkpoints: Any) -> None:
+def test_shard_holds_only_its_layers_under_global_names(checkpoints):
     expected = set(AutoModelForCausalLM.from_pretrained(checkpoints("llama")).state_dict())
     shards = build("llama", checkpoints("llama"), [0, 2, 5, 6])
     held = [{name for name, _ in s.model.named_parameters()} for s in shards]
@@ -181,7 +181,7 @@ def test_shard_holds_only_its_layers_under_global_names(checkpoints: Any) -> Non
     assert not isinstance(there["model.layers.3"], PassThrough)
 
 
-def test_rank_restores_the_whole_models_order(checkpoints: Any) -> None:
+def test_rank_restores_the_whole_models_order(checkpoints):
     model = AutoModelForCausalLM.from_pretrained(checkpoints("gpt2"))
     shards = build("gpt2", checkpoints("gpt2"), [0, 2, 5, 6])
     ranked = [(s.parameter_index(n), n) for s in shards for n, _ in s.model.named_parameters()]
@@ -194,7 +194,7 @@ def test_rank_restores_the_whole_models_order(checkpoints: Any) -> None:
     assert places == sorted(set(places))
 
 
-def test_tied_weight_is_two_parameters(checkpoints: Any) -> None:
+def test_tied_weight_is_two_parameters(checkpoints):
     (alone,) = build("gpt2", checkpoints("gpt2"), [0, 6])
     embedding = alone.model.get_parameter("transformer.wte.weight")
     head = alone.model.get_parameter("lm_head.weight")
@@ -211,7 +211,7 @@ def test_tied_weight_is_two_parameters(checkpoints: Any) -> None:
     assert (untied.ties, untied.tied_elsewhere) == ({}, set())
 
 
-def test_random_weights_do_not_depend_on_the_cut() -> None:
+def test_random_weights_do_not_depend_on_the_cut():
     for model_type in ("gpt2", "mixtral", "mamba"):
         held: dict[str, torch.Tensor] = {}
         for shard in build(model_type, None, [0, 2, 5, 6], seed=5):
@@ -220,7 +220,7 @@ def test_random_weights_do_not_depend_on_the_cut() -> None:
         assert_equal(held, alone.model.state_dict())
 
 
-def test_random_weights_depend_on_the_seed_and_follow_the_models_own_rule() -> None:
+def test_random_weights_depend_on_the_seed_and_follow_the_models_own_rule():
     (one,), (other,) = build("gpt2", None, [0, 6], seed=5), build("gpt2", None, [0, 6], seed=6)
     name = "transformer.h.1.mlp.c_fc.weight"
     weight = one.model.get_parameter(name)
@@ -237,8 +237,8 @@ def seed_by_place(place: str | int) -> None:
 @pytest.mark.parametrize("model_type", ["gpt2", "xlnet"])  # XLNet drops of its positions, too
 @pytest.mark.parametrize("alpha", [None, 5.0], ids=["no noise", "noise"])
 def test_dropout_and_noise_do_not_depend_on_the_cut_nor_on_recomputing(
-    model_type: str, alpha: float | None, checkpoints: Any
-) -> None:
+    model_type, alpha, checkpoints
+):
     inputs = probe_inputs(config_of(model_type))
     results = []
     # XLNet asks its parts for the type of their weights, and its head alone has none there.
@@ -260,7 +260,7 @@ def test_dropout_and_noise_do_not_depend_on_the_cut_nor_on_recomputing(
         assert_equal(other, gradients)
 
 
-def test_noise_is_uniform_within_its_bound_and_in_training_only(checkpoints: Any) -> None:
+def test_noise_is_uniform_within_its_bound_and_in_training_only(checkpoints):
     (shard,) = build("llama", checkpoints("llama"), [0, 6])
     ids_BS = torch.arange(64).reshape(2, 32) % 60
     embedding = shard.model.get_input_embeddings()
@@ -280,7 +280,7 @@ def test_noise_is_uniform_within_its_bound_and_in_training_only(checkpoints: Any
     assert float(noise_BSD.std()) == pytest.approx(bound / 3**0.5, rel=0.05)
 
 
-def test_places_are_announced_once_and_in_order(checkpoints: Any) -> None:
+def test_places_are_announced_once_and_in_order(checkpoints):
     seen: list[str | int] = []
     inputs = probe_inputs(config_of("llama"))
     shards = build("llama", checkpoints("llama"), [0, 0, 4, 6, 6])
@@ -292,7 +292,7 @@ def test_places_are_announced_once_and_in_order(checkpoints: Any) -> None:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], set[str]]:
+def reads(monkeypatch):
     """The tensors that are read, and the files that are opened."""
     read: set[str] = set()
     opened: set[str] = set()
@@ -303,9 +303,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
-def test_only_own_tensors_are_read_and_only_their_files_opened(
-    model_type: str, checkpoints: Any, reads: tuple[set[str], set[str]]
-) -> None:
+def test_only_own_tensors_are_read_and_only_their_files_opened(model_type, checkpoints, reads):
     read, opened = reads
     path = checkpoints(model_type)
     files = json.loads((path / "model.safetensors.index.json").read_text("utf-8"))["weight_map"]
@@ -316,9 +314,7 @@ def test_only_own_tensors_are_read_and_only_their_files_opened(
     assert opened < set(files.values())
 
 
-def test_single_file_is_read_by_tensor(
-    tmp_path: Path, checkpoints: Any, reads: tuple[set[str], set[str]]
-) -> None:
+def test_single_file_is_read_by_tensor(tmp_path, checkpoints, reads):
     source = checkpoints("gpt2")
     AutoModelForCausalLM.from_pretrained(source).save_pretrained(tmp_path)
     read, _ = reads
@@ -328,9 +324,7 @@ def test_single_file_is_read_by_tensor(
     assert read == blocks | ends
 
 
-def test_from_the_hub_only_needed_files_are_asked_for(
-    checkpoints: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_the_hub_only_needed_files_are_asked_for(checkpoints, monkeypatch):
     path = checkpoints("llama")
     asked: list[tuple[str, str, str | None]] = []
 
@@ -360,7 +354,7 @@ def load(settings: ModelConfig, folder: Path, rng: ShardRange, seed: int = 0) ->
     return load_shard(settings, folder, rng, open_device("cpu"), seed=seed).model
 
 
-def test_load_shard_takes_dtype_of_checkpoint_or_section(tmp_path: Path, checkpoints: Any) -> None:
+def test_load_shard_takes_dtype_of_checkpoint_or_section(tmp_path, checkpoints):
     model = AutoModelForCausalLM.from_pretrained(checkpoints("llama"), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "half")
     rng = ShardRange(0, 2, True, False)
@@ -369,7 +363,7 @@ def test_load_shard_takes_dtype_of_checkpoint_or_section(tmp_path: Path, checkpo
     assert load(settings, tmp_path, rng).dtype == torch.float32
 
 
-def test_load_shard_from_config_uses_the_seed(tmp_path: Path) -> None:
+def test_load_shard_from_config_uses_the_seed(tmp_path):
     fields = {k: v for k, v in config_of("llama").to_dict().items() if k != "dtype"}
     settings = ModelConfig(from_config=fields)
     rng = ShardRange(2, 3, False, False)
@@ -380,21 +374,21 @@ def test_load_shard_from_config_uses_the_seed(tmp_path: Path) -> None:
     assert introspect(config_in(settings, tmp_path)).num_layers == 6
 
 
-def test_attention_implementation_is_respected(checkpoints: Any, tmp_path: Path) -> None:
+def test_attention_implementation_is_respected(checkpoints, tmp_path):
     rng = ShardRange(0, 1, True, False)
     for name, expected in (("eager", "eager"), (None, "sdpa")):
         settings = ModelConfig(name_or_path=str(checkpoints("llama")), attn_implementation=name)
         assert load(settings, tmp_path, rng).config._attn_implementation == expected
 
 
-def test_missing_directory_names_path_and_host(tmp_path: Path) -> None:
+def test_missing_directory_names_path_and_host(tmp_path):
     with pytest.raises(ModelError) as caught:
         config_in(ModelConfig(name_or_path="./nowhere"), tmp_path)
     assert str(tmp_path / "nowhere") in str(caught.value)
     assert socket.gethostname() in str(caught.value)
 
 
-def test_bin_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_bin_checkpoint_is_refused(tmp_path):
     config_of("llama").save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
     with pytest.raises(ModelError, match="safetensors"):
@@ -425,7 +419,7 @@ REFUSED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("named", ["in place", "folder"])
 @pytest.mark.parametrize("more", REFUSED, ids=lambda more: json.dumps(more)[:50])
-def test_settings_of_models_pass_one_gate(more: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_settings_of_models_pass_one_gate(more, named, tmp_path):
     fields = {**config_of("llama").to_dict(), **more}
     if named == "in place":
         section, place = ModelConfig(from_config=fields), "model.from_config"
@@ -437,7 +431,7 @@ def test_settings_of_models_pass_one_gate(more: dict[str, Any], named: str, tmp_
     assert caught.value.exit_code == 2
 
 
-def test_no_kernel_stands_in_for_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_stands_in_for_a_package(monkeypatch):
     """transformers would take one of the hub's; see `_check_and_adjust_attn_implementation`."""
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
     fields, own = config_of("llama").to_dict(), {"_attn_implementation": "flash_attention_2"}
@@ -449,9 +443,7 @@ def test_no_kernel_stands_in_for_a_package(monkeypatch: pytest.MonkeyPatch) -> N
             config_in(asked, Path())
 
 
-def test_a_hub_name_is_not_read_from_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_name_is_not_read_from_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "org" / "name").mkdir(parents=True)
     (tmp_path / "job").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -459,7 +451,7 @@ def test_a_hub_name_is_not_read_from_the_working_directory(
         config_in(ModelConfig(name_or_path="org/name"), tmp_path / "job")
 
 
-def test_broken_configuration_is_a_model_error(tmp_path: Path) -> None:
+def test_broken_configuration_is_a_model_error(tmp_path):
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ModelError):
         config_in(ModelConfig(name_or_path=str(tmp_path)), tmp_path)
@@ -467,7 +459,7 @@ def test_broken_configuration_is_a_model_error(tmp_path: Path) -> None:
         config_in(ModelConfig(from_config={"model_type": "no_such"}), tmp_path)
 
 
-def test_weights_of_another_shape_than_the_configuration_are_named(checkpoints: Any) -> None:
+def test_weights_of_another_shape_than_the_configuration_are_named(checkpoints):
     config, path = copy.deepcopy(config_of("llama")), checkpoints("llama")
     config.intermediate_size *= 2
     text = r"layers\.0\.mlp\.\w+\.weight of .* has the shape \["
@@ -476,7 +468,7 @@ def test_weights_of_another_shape_than_the_configuration_are_named(checkpoints: 
     assert raised.value.exit_code == 2
 
 
-def test_missing_tensor_is_named(tmp_path: Path, checkpoints: Any) -> None:
+def test_missing_tensor_is_named(tmp_path, checkpoints):
     AutoModelForCausalLM.from_pretrained(checkpoints("llama")).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.4.mlp.up_proj.weight"]
@@ -487,7 +479,7 @@ def test_missing_tensor_is_named(tmp_path: Path, checkpoints: Any) -> None:
         build_shard(config_of("llama"), checkpoint, ShardRange(3, 6, False, True))
 
 
-def test_the_weight_of_the_routers_loss_can_be_set_and_turned_off() -> None:
+def test_the_weight_of_the_routers_loss_can_be_set_and_turned_off():
     def loaded(model_type: str, **section: Any) -> Any:
         fields = {**tiny_config(model_type).to_dict(), "router_aux_loss_coef": 0.25}
         return config_in(ModelConfig(from_config=fields, **section), Path())
@@ -500,7 +492,7 @@ def test_the_weight_of_the_routers_loss_can_be_set_and_turned_off() -> None:
         loaded("llama", router_aux_loss_coef=0.5)
 
 
-def test_a_loss_of_routers_that_counts_no_items_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_of_routers_that_counts_no_items_is_refused(monkeypatch):
     config = tiny_config("mixtral")
     config.output_router_logits = True
     found = replace(introspect(config), loss_counts_items=False)
@@ -509,7 +501,7 @@ def test_a_loss_of_routers_that_counts_no_items_is_refused(monkeypatch: pytest.M
         build_shard(config, None, WHOLE)
 
 
-def test_absent_routers_report_received_logits_to_their_hooks() -> None:
+def test_absent_routers_report_received_logits_to_their_hooks():
     config = tiny_config("jetmoe")
     config.output_router_logits = True
     if not introspect(config).reports:
@@ -529,7 +521,7 @@ def test_absent_routers_report_received_logits_to_their_hooks() -> None:
     assert "forward" not in vars(absent.get_submodule(inner))
 
 
-def test_models_that_couple_all_layers_are_refused() -> None:
+def test_models_that_couple_all_layers_are_refused():
     config = tiny_config("llama4_text")
     config.output_router_logits = True
     with pytest.raises(ArchitectureError, match="transformers makes no loss of its routers"):
@@ -540,7 +532,7 @@ def test_models_that_couple_all_layers_are_refused() -> None:
         build_shard(config, None, ShardRange(0, 3, True, False))
 
 
-def test_weights_that_layers_share_are_parameters_of_each_layer() -> None:
+def test_weights_that_layers_share_are_parameters_of_each_layer():
     """The later layer's are read from where the checkpoint has them; drawn, they are the same."""
     config = tiny_config("zamba2")
     name = "model.layers.{}.shared_transformer.self_attn.q_proj.weight".format
@@ -557,16 +549,14 @@ def test_weights_that_layers_share_are_parameters_of_each_layer() -> None:
     assert (name(2) in first.tied_elsewhere, name(2) in alone.tied_elsewhere) == (True, False)
 
 
-def test_weights_that_layers_share_and_the_library_does_not_tie_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_that_layers_share_and_the_library_does_not_tie_are_refused(monkeypatch):
     config = tiny_config("zamba2")
     monkeypatch.setattr(partition, "tied_names", lambda model: {})
     with pytest.raises(ArchitectureError, match=r"shared_transformer.* shared by layers \[2, 5\]"):
         build_shard(config, None, ShardRange(0, 3, True, False))
 
 
-def test_anatomy_places_parts_by_use() -> None:
+def test_anatomy_places_parts_by_use():
     gpt2 = introspect(config_of("gpt2"))
     assert gpt2.blocks == "transformer.h"
     assert gpt2.owner["transformer.wpe.weight"] == -1
@@ -576,7 +566,7 @@ def test_anatomy_places_parts_by_use() -> None:
     assert bloom.owner["transformer.word_embeddings_layernorm.weight"] == -1
 
 
-def test_shards_built_in_two_threads_leave_the_library_as_it_was(tmp_path: Path) -> None:
+def test_shards_built_in_two_threads_leave_the_library_as_it_was(tmp_path):
     """Two loads at once would swap transformers' own methods for good; models then stay untied."""
     folder = save_llama(tmp_path / "model", layers=2, tie_word_embeddings=True)
     config = AutoConfig.from_pretrained(folder)
@@ -594,7 +584,7 @@ def test_shards_built_in_two_threads_leave_the_library_as_it_was(tmp_path: Path)
     assert PreTrainedModel.tie_weights is before
 
 
-def test_recompute_draws_again_where_torch_saves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recompute_draws_again_where_torch_saves_no_state(monkeypatch):
     """As on a device that `torch.utils.checkpoint` does not know: only seeding repeats a draw."""
     real = shard_module.checkpoint
     saved = []
@@ -624,9 +614,7 @@ def test_recompute_draws_again_where_torch_saves_no_state(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("bounds", [(0, 6), (0, 3), (2, 4), (3, 6), (6, 6)])
-def test_dropped_shard_is_freed_without_the_garbage_collector(
-    model_type: str, bounds: tuple[int, int]
-) -> None:
+def test_dropped_shard_is_freed_without_the_garbage_collector(model_type, bounds):
     start, end = bounds
     rng = ShardRange(start, end, start == 0, end == 6)
     shard = build_shard(config_of(model_type), None, rng, dtype=torch.float32)

@@ -6,7 +6,6 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     Phi3Config,
-    PretrainedConfig,
     Qwen3Config,
     Qwen3NextConfig,
 )
@@ -28,7 +27,7 @@ LARGE_ENOUGH = 1_000_000
     "model_type",
     ["llama", "gpt2", "opt", "deepseek_v3", "qwen3_next", "gemma3", "bamba", "gpt_oss", "mpt"],
 )
-def test_tiny_model_is_small_and_runs(model_type: str) -> None:
+def test_tiny_model_is_small_and_runs(model_type):
     config = tiny_config(model_type)
     model = stock_class(config)._from_config(config)
     inputs = {k: v for k, v in probe_inputs(config).items() if k != "labels"}
@@ -37,7 +36,7 @@ def test_tiny_model_is_small_and_runs(model_type: str) -> None:
     assert sum(p.numel() for p in text) < LARGE_ENOUGH
 
 
-def test_shrink_keeps_layers_pattern_and_switches() -> None:
+def test_shrink_keeps_layers_pattern_and_switches():
     config = Qwen3NextConfig(num_hidden_layers=12, num_key_value_heads=2, num_attention_heads=16)
     tiny = shrink(config)
     assert tiny.num_hidden_layers == 12
@@ -47,7 +46,7 @@ def test_shrink_keeps_layers_pattern_and_switches() -> None:
     assert tiny.hidden_size < config.hidden_size
 
 
-def test_shrink_keeps_multi_query_and_full_heads_apart() -> None:
+def test_shrink_keeps_multi_query_and_full_heads_apart():
     full, multi = LlamaConfig(num_key_value_heads=32), LlamaConfig(num_key_value_heads=1)
     assert shrink(full).num_key_value_heads == shrink(full).num_attention_heads
     assert shrink(multi).num_key_value_heads == 1
@@ -69,7 +68,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
     ids=["llama3", "longrope", "yarn"],
 )
-def test_scaled_rotary_embeddings_shrink(config: PretrainedConfig) -> None:
+def test_scaled_rotary_embeddings_shrink(config):
     tiny = shrink(config)
     assert tiny.rope_parameters["rope_type"] == config.rope_parameters["rope_type"]
     model = stock_class(tiny)._from_config(tiny)
@@ -81,12 +80,12 @@ def test_scaled_rotary_embeddings_shrink(config: PretrainedConfig) -> None:
     ("sections", "narrow"),
     [([16, 24, 24], [4, 2, 2]), ([22, 22, 20], [2, 2, 4]), ([4, 4, 4, 4], [2, 2, 2, 2])],
 )
-def test_rotary_sections_shrink_with_the_same_one_apart(sections, narrow) -> None:
+def test_rotary_sections_shrink_with_the_same_one_apart(sections, narrow):
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
     assert shrink(LlamaConfig(rope_parameters=rope)).rope_parameters["mrope_section"] == narrow
 
 
-def test_classes_have_names_of_their_own_beside_the_types() -> None:
+def test_classes_have_names_of_their_own_beside_the_types():
     names = architecture_names()
     assert len(names) == len(set(names))
     assert {"llama4", "Llama4ForConditionalGeneration"} <= set(names)
@@ -96,7 +95,7 @@ def test_classes_have_names_of_their_own_beside_the_types() -> None:
     assert config.get_text_config().hidden_size < 100
 
 
-def test_parts_of_a_composite_have_their_own_settings() -> None:
+def test_parts_of_a_composite_have_their_own_settings():
     text = tiny_config("Qwen4ExpForConditionalGeneration").text_config
     assert (text.num_hidden_layers, text.ple_layer_ids) == (6, [2, 5])
     # No setting of a part goes for want of another, nor its type.
@@ -104,7 +103,7 @@ def test_parts_of_a_composite_have_their_own_settings() -> None:
     assert tiny_config("FastVlmForConditionalGeneration").vision_config.hidden_size
 
 
-def test_shrink_is_idempotent_and_leaves_its_argument_alone() -> None:
+def test_shrink_is_idempotent_and_leaves_its_argument_alone():
     config = LlamaConfig()
     before = config.to_dict()
     once = shrink(config)
@@ -112,14 +111,14 @@ def test_shrink_is_idempotent_and_leaves_its_argument_alone() -> None:
     assert shrink(once).to_dict() == once.to_dict()
 
 
-def test_shrink_drops_quantization_and_takes_float32() -> None:
+def test_shrink_drops_quantization_and_takes_float32():
     config = LlamaConfig(dtype="bfloat16", quantization_config={"quant_method": "bitsandbytes"})
     tiny = shrink(config)
     assert not hasattr(tiny, "quantization_config")
     assert tiny.dtype == torch.float32
 
 
-def test_special_tokens_fit_the_tiny_vocabulary() -> None:
+def test_special_tokens_fit_the_tiny_vocabulary():
     config = shrink(
         LlamaConfig(vocab_size=128256, bos_token_id=128000, eos_token_id=[128001, 128009])
     )
@@ -127,12 +126,12 @@ def test_special_tokens_fit_the_tiny_vocabulary() -> None:
     assert AutoModelForCausalLM.from_config(config).config.eos_token_id < config.vocab_size
 
 
-def test_unknown_type_is_refused() -> None:
+def test_unknown_type_is_refused():
     with pytest.raises(ArchitectureError, match="no_such_type"):
         tiny_config("no_such_type")
 
 
-def test_the_model_types_cover_the_library() -> None:
+def test_the_model_types_cover_the_library():
     types = causal_lm_types()
     assert len(types) == len(set(types)) > 150
     assert {"llama", "gpt2", "qwen3_next", "gpt_oss"} <= set(types)

@@ -70,12 +70,12 @@ def written(folder: Path, pieces: list[Shard], *more: Any, **options: Any) -> Pa
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_checkpoint_from_shards_equals_the_librarys_own(name: str, tmp_path: Path) -> None:
+def test_checkpoint_from_shards_equals_the_librarys_own(name, tmp_path):
     model_type, settings = MODELS[name]
     base = save_model(tmp_path / "base", model_type, **settings)
     pieces = shards(base, 0, 1, 3, 4)
@@ -93,7 +93,7 @@ def test_checkpoint_from_shards_equals_the_librarys_own(name: str, tmp_path: Pat
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["base", "out"]
 
 
-def test_settings_that_the_library_would_not_save_are_kept(tmp_path: Path) -> None:
+def test_settings_that_the_library_would_not_save_are_kept(tmp_path):
     """As Llama 2's, whose temperature comes without sampling."""
     base = save_model(tmp_path / "base")
     published = {"temperature": 0.9, "top_p": 0.6, "eos_token_id": 2}
@@ -110,7 +110,7 @@ def test_settings_that_the_library_would_not_save_are_kept(tmp_path: Path) -> No
     assert {k: written[k] for k in published} == {**published, "eos_token_id": [end, 2]}
 
 
-def test_a_padding_token_beyond_the_vocabulary_is_not_entered(tmp_path: Path) -> None:
+def test_a_padding_token_beyond_the_vocabulary_is_not_entered(tmp_path):
     """The embedding would not be built."""
     config, tokenizer = LlamaConfig(vocab_size=1000, pad_token_id=None), tiny_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<more>"})
@@ -119,7 +119,7 @@ def test_a_padding_token_beyond_the_vocabulary_is_not_entered(tmp_path: Path) ->
     assert config.pad_token_id == tokenizer.eos_token_id == tokenizer.pad_token_id
 
 
-def test_generation_settings_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+def test_generation_settings_that_cannot_be_used_are_named(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"cache_implementation": "none_such"}')
     LlamaConfig().save_pretrained(tmp_path)
     source = ModelSource(ModelConfig(name_or_path=str(tmp_path)), tmp_path)
@@ -127,7 +127,7 @@ def test_generation_settings_that_cannot_be_used_are_named(tmp_path: Path) -> No
         _ = source.generation
 
 
-def test_trained_weights_and_not_the_loaded_ones_are_exported(base: Path, tmp_path: Path) -> None:
+def test_trained_weights_and_not_the_loaded_ones_are_exported(base, tmp_path):
     pieces = shards(base, 0, 2, 4)
     randomise(pieces)
     out = written(tmp_path, pieces)
@@ -137,7 +137,7 @@ def test_trained_weights_and_not_the_loaded_ones_are_exported(base: Path, tmp_pa
     assert (out / "model.safetensors").is_file()
 
 
-def test_exported_names_do_not_depend_on_how_the_checkpoint_was_saved(tmp_path: Path) -> None:
+def test_exported_names_do_not_depend_on_how_the_checkpoint_was_saved(tmp_path):
     base = save_model(tmp_path / "base", "mixtral")
     model = stock(base)
     model.save_pretrained(tmp_path / "fused", save_original_format=False)
@@ -147,7 +147,7 @@ def test_exported_names_do_not_depend_on_how_the_checkpoint_was_saved(tmp_path: 
     assert found == set(expected_checkpoint_tensors(model.config)) == set(files_of(base))
 
 
-def test_incomplete_checkpoint_is_never_written(base: Path, tmp_path: Path) -> None:
+def test_incomplete_checkpoint_is_never_written(base, tmp_path):
     pieces = shards(base, 0, 1, 3, 4)
     parts = parts_of(pieces)
     for given, said in (
@@ -162,9 +162,7 @@ def test_incomplete_checkpoint_is_never_written(base: Path, tmp_path: Path) -> N
         assert list(tmp_path.iterdir()) == []
 
 
-def test_failing_disk_leaves_the_older_checkpoint(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_disk_leaves_the_older_checkpoint(base, tmp_path, monkeypatch):
     pieces = shards(base, 0, 4)
     target = written(tmp_path, pieces)
     before = files_of(target)
@@ -180,7 +178,7 @@ def test_failing_disk_leaves_the_older_checkpoint(
     assert all(torch.equal(t, before[k]) for k, t in files_of(target).items())
 
 
-def test_the_writer_buffers_at_most_one_file_and_copies_tensors(base: Path, tmp_path: Path) -> None:
+def test_the_writer_buffers_at_most_one_file_and_copies_tensors(base, tmp_path):
     (piece,) = shards(base, 0, 4)
 
     def reused() -> Any:
@@ -210,7 +208,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): path.read_text() for path in own}
 
 
-def test_directory_that_is_not_empty_is_refused_without_overwrite(tmp_path: Path) -> None:
+def test_directory_that_is_not_empty_is_refused_without_overwrite(tmp_path):
     (tmp_path / "out").mkdir()
     write_files(OutputDirectory(tmp_path / "out"), {"a": "1"})
     with pytest.raises(CheckpointError, match=r"is not empty(.|\n)*--overwrite"):
@@ -221,7 +219,7 @@ def test_directory_that_is_not_empty_is_refused_without_overwrite(tmp_path: Path
         write_files(OutputDirectory(tmp_path / "file", overwrite=True), {"a": "2"})
 
 
-def test_overwrite_replaces_our_files_and_keeps_the_users(tmp_path: Path) -> None:
+def test_overwrite_replaces_our_files_and_keeps_the_users(tmp_path):
     out = OutputDirectory(tmp_path / "out", overwrite=True)
     write_files(out, {"a": "1", "b": "1"})
     (out.path / "keep.txt").write_text("mine")
@@ -235,7 +233,7 @@ def test_overwrite_replaces_our_files_and_keeps_the_users(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_overwrite_without_our_list_replaces_exactly_the_same_files_only(tmp_path: Path) -> None:
+def test_overwrite_without_our_list_replaces_exactly_the_same_files_only(tmp_path):
     out = OutputDirectory(tmp_path / "out", overwrite=True)
     out.path.mkdir()
     (out.path / "a").write_text("of an older version")
@@ -250,9 +248,7 @@ def test_overwrite_without_our_list_replaces_exactly_the_same_files_only(tmp_pat
     assert contents(out.path) == {"a": "2", "README.md": "of a downloaded model"}
 
 
-def test_second_rename_that_fails_loses_neither_the_old_nor_the_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_rename_that_fails_loses_neither_the_old_nor_the_new(tmp_path, monkeypatch):
     out = OutputDirectory(tmp_path / "out", overwrite=True)
     write_files(out, {"a": "1"})
     replace = os.replace
@@ -273,7 +269,7 @@ def test_second_rename_that_fails_loses_neither_the_old_nor_the_new(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_replacement_killed_between_its_renames_is_put_back(tmp_path: Path) -> None:
+def test_replacement_killed_between_its_renames_is_put_back(tmp_path):
     out = OutputDirectory(tmp_path / "out", overwrite=True)
     write_files(out, {"a": "1"})
     (out.path / "keep.txt").write_text("mine")

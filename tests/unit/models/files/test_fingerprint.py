@@ -41,7 +41,7 @@ def whole(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
-def test_stages_together_read_all_weights_of_the_model(model_type: str, tmp_path: Path) -> None:
+def test_stages_together_read_all_weights_of_the_model(model_type, tmp_path):
     base = save_model(tmp_path / "base", model_type)
     parts = shards(base, 0, 1, 3, 4)
     known = whole(base)
@@ -52,7 +52,7 @@ def test_stages_together_read_all_weights_of_the_model(model_type: str, tmp_path
     assert summary([one.fingerprint]) == summary(p.fingerprint for p in parts) == summary([known])
 
 
-def test_files_of_another_size_hold_the_same_weights(tmp_path: Path) -> None:
+def test_files_of_another_size_hold_the_same_weights(tmp_path):
     base = save_model(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(base)
     model.save_pretrained(tmp_path / "small", max_shard_size="50KB")
@@ -69,7 +69,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "lm_head.weight"])
-def test_one_change_is_found_and_named(name: str, change: str, tmp_path: Path) -> None:
+def test_one_change_is_found_and_named(name, change, tmp_path):
     base = save_model(tmp_path / "base")
     shutil.copytree(base, tmp_path / "other")
     file = tmp_path / "other" / "model.safetensors"
@@ -80,7 +80,7 @@ def test_one_change_is_found_and_named(name: str, change: str, tmp_path: Path) -
     assert name.startswith(said.removeprefix("the weights of ").removesuffix(" differ"))
 
 
-def test_other_settings_and_revisions_are_named_before_the_weights(tmp_path: Path) -> None:
+def test_other_settings_and_revisions_are_named_before_the_weights(tmp_path):
     base = save_model(tmp_path / "base")
     config = json.loads((base / "config.json").read_text())
     known = whole(base)
@@ -94,7 +94,7 @@ def test_other_settings_and_revisions_are_named_before_the_weights(tmp_path: Pat
     assert difference(layers, dict.fromkeys(layers, "2")) == "the weights of layers.9 differ"
 
 
-def test_processes_are_compared_with_the_coordinators_files_or_with_each_other() -> None:
+def test_processes_are_compared_with_the_coordinators_files_or_with_each_other():
     ours = {CONFIG: "c", INDEX: "i", COMMIT: "a", "layers.0": "x"}
     theirs = {CONFIG: "c", INDEX: "i", COMMIT: "b", "layers.1": "y"}
     loaded = [("the coordinator", ours), ("worker 1", theirs)]
@@ -109,22 +109,20 @@ def test_processes_are_compared_with_the_coordinators_files_or_with_each_other()
     check_same_model([("worker 1", {}), ("worker 2", {})], None)
 
 
-def test_machine_without_the_files_knows_nothing(tmp_path: Path) -> None:
+def test_machine_without_the_files_knows_nothing(tmp_path):
     base = save_model(tmp_path / "base")
     (base / "model.safetensors").unlink()
     assert whole_fingerprint(str(base), None) is None
     assert whole_fingerprint("nobody/nothing", None) is None
 
 
-def test_commit_is_that_of_the_hubs_cache(tmp_path: Path) -> None:
+def test_commit_is_that_of_the_hubs_cache(tmp_path):
     base = save_model(tmp_path / "models--x" / "snapshots" / "c0ffee")
     checkpoint = Checkpoint(str(base))
     assert fingerprint(checkpoint, checkpoint.files)[COMMIT] == "c0ffee"
 
 
-def test_bytes_are_read_once_until_the_file_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_are_read_once_until_the_file_changes(tmp_path, monkeypatch):
     monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
     assert cache.cache_directory() == tmp_path / "cache"
     base = save_model(tmp_path / "base")

@@ -146,7 +146,7 @@ PARTS = needs("multimodal", "classification")
 
 
 @pytest.mark.parametrize(("task", "name"), [*SHORT, *(pytest.param(*m, marks=PARTS) for m in MORE)])
-def test_shards_read_layouts_as_from_pretrained_does(task: Task, name: str, tmp_path: Path) -> None:
+def test_shards_read_layouts_as_from_pretrained_does(task, name, tmp_path):
     check_all(task, name, tmp_path)
 
 
@@ -156,7 +156,7 @@ def test_shards_read_layouts_as_from_pretrained_does(task: Task, name: str, tmp_
     ("task", "name"),
     [(t, n) for t in TASKS for n in architecture_names(t) if (t, n) not in (*SHORT, *MORE)],
 )
-def test_shards_of_any_architecture_read_all_layouts(task: Task, name: str, tmp_path: Path) -> None:
+def test_shards_of_any_architecture_read_all_layouts(task, name, tmp_path):
     try:
         introspect(tiny_config(name, task))
     except (ArchitectureError, *LIBRARY_ERRORS) as error:

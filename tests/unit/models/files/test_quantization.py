@@ -50,14 +50,12 @@ def quantised(base: Path, kind: str) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module", params=["nf4", "int8"])
-def stored(
-    request: pytest.FixtureRequest, llama: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path]:
+def stored(request, llama, tmp_path_factory):
     """A checkpoint that bitsandbytes quantised before it was saved."""
     folder = tmp_path_factory.mktemp(request.param)
     quantised(llama, request.param).save_pretrained(folder)
@@ -74,7 +72,7 @@ def trained(base: PreTrainedModel, adapter: Path, dtype: torch.dtype) -> PeftMod
     return model
 
 
-def test_shards_of_a_quantised_checkpoint_equal_the_whole(stored: tuple[str, Path]) -> None:
+def test_shards_of_a_quantised_checkpoint_equal_the_whole(stored):
     kind, folder = stored
     whole = stock(folder, device_map={"": "cpu"})
     parts = shards(folder, 0, 1, 3, 4, attach=False)
@@ -82,7 +80,7 @@ def test_shards_of_a_quantised_checkpoint_equal_the_whole(stored: tuple[str, Pat
     assert stored_quantization(AutoConfig.from_pretrained(folder)) == kind
 
 
-def test_quantising_in_loading_equals_the_checkpoint(stored: tuple[str, Path], llama: Path) -> None:
+def test_quantising_in_loading_equals_the_checkpoint(stored, llama):
     kind, folder = stored
     parts = shards(llama, 0, 2, 4, quantization=kind, attach=False)
     assert torch.equal(chain_logits(parts), stock_logits(stock(folder, device_map={"": "cpu"})))
@@ -90,9 +88,7 @@ def test_quantising_in_loading_equals_the_checkpoint(stored: tuple[str, Path], l
 
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 @pytest.mark.parametrize("autocast", [None, True, pytest.param(False, marks=pytest.mark.long)])
-def test_qlora_loss_and_gradients_equal_the_whole_models(
-    stored: tuple[str, Path], autocast: bool | None, tmp_path: Path
-) -> None:
+def test_qlora_loss_and_gradients_equal_the_whole_models(stored, autocast, tmp_path):
     _, folder = stored
     settings = AdapterConfig(target_modules="all-linear", autocast_adapter_dtype=autocast)
     parts = shards(folder, 0, 1, 3, 4, adapter=settings)
@@ -104,7 +100,7 @@ def test_qlora_loss_and_gradients_equal_the_whole_models(
     check_gradients(parts, model)
 
 
-def test_every_shard_leaves_the_same_modules_unquantised(llama: Path) -> None:
+def test_every_shard_leaves_the_same_modules_unquantised(llama):
     whole = quantised(llama, "nf4")
     types = {n: type(m).__name__ for n, m in whole.named_modules()}
     assert modules_left_alone(AutoConfig.from_pretrained(llama)) == ["lm_head"]
@@ -118,13 +114,13 @@ def test_every_shard_leaves_the_same_modules_unquantised(llama: Path) -> None:
         assert plain in ([], ["lm_head"])
 
 
-def test_full_training_of_a_quantised_model_is_refused(llama: Path) -> None:
+def test_full_training_of_a_quantised_model_is_refused(llama):
     (shard,) = shards(llama, 0, 4, quantization="nf4", attach=False)
     with pytest.raises(ConfigError, match="cannot be trained in full"):
         attach_adapter(shard, None, 0)
 
 
-def test_nf4_is_qloras_recipe(llama: Path) -> None:
+def test_nf4_is_qloras_recipe(llama):
     config = AutoConfig.from_pretrained(llama)
     settings = quantization_config("nf4", config, torch.bfloat16, open_device("cpu"))
     assert (settings.bnb_4bit_quant_type, settings.bnb_4bit_use_double_quant) == ("nf4", True)
@@ -136,7 +132,7 @@ class NoFourBit(Device):
         return Support(False, "no kernels for this device")
 
 
-def test_device_without_bitsandbytes_is_refused(llama: Path, stored: tuple[str, Path]) -> None:
+def test_device_without_bitsandbytes_is_refused(llama, stored):
     device = NoFourBit()
     with pytest.raises(DeviceError, match="no kernels for this device"):
         quantization_config("nf4", AutoConfig.from_pretrained(llama), torch.float32, device)
@@ -145,7 +141,7 @@ def test_device_without_bitsandbytes_is_refused(llama: Path, stored: tuple[str, 
         quantization_config(None, config, torch.float32, device)
 
 
-def test_other_or_foreign_quantisation_is_refused(stored: tuple[str, Path], llama: Path) -> None:
+def test_other_or_foreign_quantisation_is_refused(stored, llama):
     kind, folder = stored
     other: Any = "int8" if kind == "nf4" else "nf4"
     config = AutoConfig.from_pretrained(folder)
@@ -165,7 +161,7 @@ def mixed(base: Path, *, worker: str | None = "none") -> Config:
     )
 
 
-def test_layers_by_machine_equal_a_model_that_quantises_these(llama: Path, tmp_path: Path) -> None:
+def test_layers_by_machine_equal_a_model_that_quantises_these(llama, tmp_path):
     config = mixed(llama)
     stages = load_stages(config, config.plan.stages, open_device("cpu"))
     parts = [stage._shard for stage in stages]

@@ -54,7 +54,7 @@ def held(base: Path) -> tuple[ModelConfig, list[str]]:
     ],
     ids=["own", "equal", "absent", "head_alone"],
 )
-def test_a_head_is_tied_where_the_library_ties_it(change, tied, tmp_path) -> None:
+def test_a_head_is_tied_where_the_library_ties_it(change, tied, tmp_path):
     base = save_model(tmp_path / "base", tie_word_embeddings=True)
     rewritten(base, change)
     settings, lines = held(base)
@@ -92,7 +92,7 @@ def with_another_tensor(base: Path) -> Path:
         ),
     ],
 )
-def test_unexpected_tensors_are_reported_as_by_the_library(change, said, tmp_path) -> None:
+def test_unexpected_tensors_are_reported_as_by_the_library(change, said, tmp_path):
     base = change(save_model(tmp_path / "base"))
     _, report = type(stock(base)).from_pretrained(base, output_loading_info=True)
     unexpected = sorted(report["unexpected_keys"])
@@ -104,7 +104,7 @@ def test_unexpected_tensors_are_reported_as_by_the_library(change, said, tmp_pat
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral", "qwen3_moe", "zamba2", "gemma"])
-def test_a_consistent_checkpoint_causes_no_remark(model_type, tmp_path) -> None:
+def test_a_consistent_checkpoint_causes_no_remark(model_type, tmp_path):
     base = save_model(tmp_path / "base", model_type)
     assert held(base) == (ModelConfig(name_or_path=str(base)), [])
 
@@ -113,7 +113,7 @@ def test_a_consistent_checkpoint_causes_no_remark(model_type, tmp_path) -> None:
     ("prefix", "wrapper"),
     [("_orig_mod.", "torch.compile"), ("module.", "DataParallel"), ("base_model.model.", "PEFT")],
 )
-def test_names_that_a_wrapper_made_are_refused_with_the_cause(prefix, wrapper, tmp_path) -> None:
+def test_names_that_a_wrapper_made_are_refused_with_the_cause(prefix, wrapper, tmp_path):
     base = save_model(tmp_path / "base")
     rewritten(base, lambda tensors: {prefix + name: t for name, t in tensors.items()})
     with pytest.raises(ModelError, match=f"that {wrapper}.* has wrapped: {prefix}lm_head") as e:
@@ -123,7 +123,7 @@ def test_names_that_a_wrapper_made_are_refused_with_the_cause(prefix, wrapper, t
         shards(base, 0, 2, 4)
 
 
-def test_names_that_a_compiled_block_made_are_refused_with_the_cause(tmp_path) -> None:
+def test_names_that_a_compiled_block_made_are_refused_with_the_cause(tmp_path):
     base = save_model(tmp_path / "base")
     rewritten(base, lambda ts: {n.replace("layers.1.", "layers.1._orig_mod."): ts[n] for n in ts})
     with pytest.raises(ModelError, match=r"torch.compile has wrapped: model.layers.1._orig_mod"):

@@ -6,7 +6,6 @@ import itertools
 import json
 import platform
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 98
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     base = save_model(tmp_path / "base")
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(
         tmp_path / "model", max_shard_size="50KB"
@@ -39,7 +38,7 @@ def read_all(folder: Path) -> int:
 @pytest.mark.parametrize(
     "text", ["", "[]", "null", "{}", '{"weight_map": 3}', '{"weight_map": {"a": [1]}}', "[" * 9999]
 )
-def test_index_without_a_weight_map_is_named(text: str, model: Path) -> None:
+def test_index_without_a_weight_map_is_named(text, model):
     assert read_all(model) > 0
     (model / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json(.|\n)*download it"):
@@ -47,7 +46,7 @@ def test_index_without_a_weight_map_is_named(text: str, model: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/b", "..", "C:\\x", 7])
-def test_index_that_leads_out_of_the_model_is_refused(name: object, model: Path) -> None:
+def test_index_that_leads_out_of_the_model_is_refused(name, model):
     index = model / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     content["weight_map"]["lm_head.weight"] = name
@@ -57,14 +56,14 @@ def test_index_that_leads_out_of_the_model_is_refused(name: object, model: Path)
 
 
 @pytest.mark.parametrize("size", [0, 4, 100, -1])
-def test_truncated_weight_file_is_named(size: int, model: Path) -> None:
+def test_truncated_weight_file_is_named(size, model):
     file = sorted(model.glob("*.safetensors"))[0]
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(ModelError, match=rf"{file.name} cannot be read(.|\n)*copy or download"):
         read_all(model)
 
 
-def test_absent_weight_file_is_named(model: Path) -> None:
+def test_absent_weight_file_is_named(model):
     file = sorted(model.glob("*.safetensors"))[0]
     file.unlink()
     with pytest.raises(ModelError, match=f"lacks its file {file.name}"):
@@ -72,7 +71,7 @@ def test_absent_weight_file_is_named(model: Path) -> None:
 
 
 @pytest.mark.parametrize("single", [True, False])
-def test_an_lfs_pointer_is_recognised(single: bool, model: Path, tmp_path: Path) -> None:
+def test_an_lfs_pointer_is_recognised(single, model, tmp_path):
     folder = tmp_path / "base" if single else model
     file = sorted(folder.glob("*.safetensors"))[0]
     file.write_bytes(POINTER)
@@ -80,13 +79,13 @@ def test_an_lfs_pointer_is_recognised(single: bool, model: Path, tmp_path: Path)
         read_all(folder)
 
 
-def test_a_folder_without_config_json_is_refused(model: Path) -> None:
+def test_a_folder_without_config_json_is_refused(model):
     (model / "config.json").unlink()
     with pytest.raises(ModelError, match=r"has no config\.json that names its model_type"):
         read_config(str(model), None)
 
 
-def test_a_misspelt_directory_is_refused() -> None:
+def test_a_misspelt_directory_is_refused():
     said = "model 'modle': no directory here, and as a name on the"
     with pytest.raises(ModelError, match=f"{platform.node()} cannot .* {said}"):
         read_config("modle", None)
@@ -134,9 +133,7 @@ def value_of_library(source: str) -> float | None:
 
 
 @pytest.mark.parametrize("on_hub", [False, True])
-def test_files_are_preferred_as_from_pretrained_prefers_them(
-    on_hub: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_preferred_as_from_pretrained_prefers_them(on_hub, tmp_path, monkeypatch):
     base = save_model(tmp_path / "base")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     seen = set()
@@ -158,14 +155,14 @@ def test_files_are_preferred_as_from_pretrained_prefers_them(
     assert seen == {None, 0, 1, 5, 6}
 
 
-def test_an_adapter_beside_the_model_is_named(model: Path) -> None:
+def test_an_adapter_beside_the_model_is_named(model):
     (model / "adapter_config.json").write_text('{"base_model_name_or_path": "another"}')
     with pytest.raises(ModelError, match=r"an adapter beside(.|\n)*hetero merge"):
         Checkpoint(str(model))
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "pytorch_model.bin", 7])
-def test_weights_that_lie_elsewhere_are_refused(name: object, model: Path) -> None:
+def test_weights_that_lie_elsewhere_are_refused(name, model):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
     with pytest.raises(ModelError, match="transformers_weights"):
@@ -185,7 +182,7 @@ BITS = {"quant_method": "gptq", "bits": 4}
         ({"quantization_config": BITS, "text_config": {"quantization_config": {"bits": 8}}}, None),
     ],
 )
-def test_how_weights_are_stored_is_said_once(fields: dict[str, Any], expected: Any) -> None:
+def test_how_weights_are_stored_is_said_once(fields, expected):
     if expected is not None:
         assert quantization_of(fields) == expected
         return

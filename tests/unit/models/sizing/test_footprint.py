@@ -64,9 +64,7 @@ def measured(setting: Setting, rng: ShardRange, *, recompute: bool = False) -> t
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("adapter", [None, AdapterConfig(target_modules="all-linear")])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3_moe"])
-def test_a_layer_is_counted_as_it_runs(
-    model_type: str, adapter: AdapterConfig | None, recompute: bool
-) -> None:
+def test_a_layer_is_counted_as_it_runs(model_type, adapter, recompute):
     setting = setting_of(model_type, adapter)
     found = layer_footprint(setting, 2, recompute=recompute)
     kept, backward = measured(setting, ShardRange(2, 3, False, False), recompute=recompute)
@@ -76,7 +74,7 @@ def test_a_layer_is_counted_as_it_runs(
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "per_sample"])
-def test_attention_without_a_mask_stores_what_sdpa_stores(attention: str) -> None:
+def test_attention_without_a_mask_stores_what_sdpa_stores(attention):
     setting = setting_of("llama")
     plain, setting = setting, replace(setting, model=copy.deepcopy(setting.model))
     setting.model._attn_implementation = attention
@@ -84,27 +82,27 @@ def test_attention_without_a_mask_stores_what_sdpa_stores(attention: str) -> Non
     assert 0.9 < found.kept / masked.kept < 1
 
 
-def test_recomputing_keeps_less_and_takes_more_for_a_moment() -> None:
+def test_recomputing_keeps_less_and_takes_more_for_a_moment():
     plain, again = (layer_footprint(setting_of("llama"), 2, recompute=on) for on in (False, True))
     assert again.kept < plain.kept / 3
     assert again.backward > plain.backward
 
 
-def test_the_embedding_takes_a_gradient_of_its_size_for_a_moment() -> None:
+def test_the_embedding_takes_a_gradient_of_its_size_for_a_moment():
     setting = setting_of("llama")
     found = embedding_footprint(setting)
     assert (found.kept, found.backward) == measured(setting, ShardRange(0, 0, True, False))
     assert found.backward >= 4 * setting.model.vocab_size * setting.model.hidden_size
 
 
-def test_layers_without_backward_store_nothing() -> None:
+def test_layers_without_backward_store_nothing():
     setting = setting_of("llama", AdapterConfig(layers_to_transform=(5,)))
     found = layer_footprint(setting, 2, train=False)
     assert (found.kept, found.backward) == (0, 0)
     assert found.forward > 0
 
 
-def test_the_head_holds_the_logits_of_all_tokens_or_of_a_chunk() -> None:
+def test_the_head_holds_the_logits_of_all_tokens_or_of_a_chunk():
     setting = setting_of("llama")
     whole, chunked = (
         head_footprint(Setting(setting.model, None, CausalLM(limit), torch.float32, None, 2, 512))
@@ -115,7 +113,7 @@ def test_the_head_holds_the_logits_of_all_tokens_or_of_a_chunk() -> None:
     assert chunked.passing < 0.8 * whole.passing
 
 
-def test_a_loss_of_many_chunks_is_counted_on_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_of_many_chunks_is_counted_on_fewer(monkeypatch):
     setting = replace(setting_of("llama"), objective=CausalLM(40), rows=8, tokens=100)
     setting.model.vocab_size = 4000
     fewer = head_footprint(setting)
@@ -124,7 +122,7 @@ def test_a_loss_of_many_chunks_is_counted_on_fewer(monkeypatch: pytest.MonkeyPat
     assert 0.95 < fewer.passing / every.passing < 1.05
 
 
-def test_a_model_without_a_footprint_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_a_footprint_is_asked_once(monkeypatch):
     monkeypatch.setattr(footprint, "_counted", {})
     setting = setting_of("llama")
     asked = []

@@ -52,7 +52,7 @@ def memory_of(config: Config, **kwargs: Any) -> list[StageMemory]:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """A Llama of four layers."""
     return save_model(tmp_path_factory.mktemp("llama"))
 
@@ -89,9 +89,7 @@ CASES: dict[str, tuple[str, AdapterConfig | None, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("bounds", [(0, 1, 3, 4), (0, 4)])
 @pytest.mark.parametrize("case", CASES)
-def test_weights_gradients_and_optimizer_are_counted_exactly(
-    case: str, bounds: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_weights_gradients_and_optimizer_are_counted_exactly(case, bounds, tmp_path):
     model_type, adapter, model = CASES[case]
     base = save_model(tmp_path, model_type)
     parts = shards(base, *bounds, adapter=adapter, **model)
@@ -110,9 +108,7 @@ def test_weights_gradients_and_optimizer_are_counted_exactly(
 
 
 @pytest.mark.parametrize("bounds", [(0, 4), (0, 2, 4)])
-def test_shared_weights_count_once_per_stage_and_gradients_per_block(
-    bounds: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_shared_weights_count_once_per_stage_and_gradients_per_block(bounds, tmp_path):
     base = save_model(tmp_path, "zamba2")
     parts = shards(base, *bounds)
     estimates = memory_of(config_of(base, bounds), tokens=12)
@@ -140,7 +136,7 @@ def stored_for_backward(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_are_of_the_right_size(model_type: str, dtype: str, tmp_path: Path) -> None:
+def test_activations_are_of_the_right_size(model_type, dtype, tmp_path):
     base = save_model(tmp_path, model_type)
     model = stock(base, dtype=getattr(torch, dtype)).train()
     config = config_of(base, (0, 4), model={"dtype": dtype})
@@ -149,9 +145,7 @@ def test_activations_are_of_the_right_size(model_type: str, dtype: str, tmp_path
     assert 0.6 < (estimated.activations + estimated.logits) / real < 1.4
 
 
-def test_layers_that_cannot_be_counted_are_left_out_and_said(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_cannot_be_counted_are_left_out_and_said(base, monkeypatch):
     monkeypatch.setattr(sizes, "layer_footprint", lambda *_, **__: None)
     first, last = memory_of(config_of(base, (0, 0, 4)))
     assert (first.counted, last.counted) == (True, False)
@@ -161,7 +155,7 @@ def test_layers_that_cannot_be_counted_are_left_out_and_said(
     assert uncounted_lines([first, last])[0].startswith("warning: stage 1 needs more")
 
 
-def test_activations_grow_in_flight_and_shrink_with_checkpointing(base: Path) -> None:
+def test_activations_grow_in_flight_and_shrink_with_checkpointing(base):
 
     def activations(max_in_flight: int, **training: Any) -> list[int]:
         config = config_of(base, (0, 2, 4), training=training)
@@ -174,7 +168,7 @@ def test_activations_grow_in_flight_and_shrink_with_checkpointing(base: Path) ->
     assert less[0] < activations(4, gradient_accumulation_steps=8)[0] / 3
 
 
-def test_a_stage_is_estimated_with_its_own_checkpointing_and_micro_batches(base: Path) -> None:
+def test_a_stage_is_estimated_with_its_own_checkpointing_and_micro_batches(base):
     config = config_of(base, (0, 1, 3, 4), training={"gradient_accumulation_steps": 8})
     plain = memory_of(config, max_in_flight=4, tokens=32)
     plan = [entry.model_dump(mode="json") for entry in config.shard_plan]
@@ -190,7 +184,7 @@ def test_a_stage_is_estimated_with_its_own_checkpointing_and_micro_batches(base:
     assert own[1].holding(7).holding(4) == own[1]
 
 
-def test_a_stage_below_the_lowest_trained_layer_stores_nothing_for_backward(base: Path) -> None:
+def test_a_stage_below_the_lowest_trained_layer_stores_nothing_for_backward(base):
     adapter = AdapterConfig(layers_to_transform=(2, 3))
     config = config_of(base, (0, 1, 2, 4), adapter, training={"gradient_accumulation_steps": 8})
     few, many = (memory_of(config, max_in_flight=w, tokens=32) for w in (2, 6))
@@ -199,7 +193,7 @@ def test_a_stage_below_the_lowest_trained_layer_stores_nothing_for_backward(base
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_of_a_loss_in_pieces_are_those_of_one_piece(dtype: str, tmp_path: Path) -> None:
+def test_logits_of_a_loss_in_pieces_are_those_of_one_piece(dtype, tmp_path):
     base = save_model(tmp_path, vocab_size=4096)
     head = shards(base, 0, 4, 4, dtype=dtype)[-1]
     counted = []
@@ -226,7 +220,7 @@ def test_logits_of_a_loss_in_pieces_are_those_of_one_piece(dtype: str, tmp_path:
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "rocm:0", "xpu:0", "cpu", "mps", "auto"])
-def test_adamw_needs_a_copy_of_weights_where_torch_steps_at_once(device: str, base: Path) -> None:
+def test_adamw_needs_a_copy_of_weights_where_torch_steps_at_once(device, base):
 
     def memory(optim: str, tokens: int) -> StageMemory:
         training = {"optim": optim, "gradient_checkpointing": True}
@@ -250,7 +244,7 @@ def stage(index: int, owner: int | str, fixed: int, each: int, held: int = 2) ->
     return StageMemory(spec, 0, fixed, 0, 0, held * each, 0, held, each)
 
 
-def test_the_least_number_of_stages_is_computed_again() -> None:
+def test_the_least_number_of_stages_is_computed_again():
     plain = [stage(0, "local", 10, 4), stage(1, 1, 10, 10), stage(2, 1, 10, 5), stage(3, 2, 10, 9)]
     less = [replace(m, activations=m.activations // 4) for m in plain]
     everything = {0, 1, 2, 3}
@@ -271,7 +265,7 @@ def test_the_least_number_of_stages_is_computed_again() -> None:
     assert recompute_stages(plain, less, everything, [({"local", 1, 2}, 81)]) == {1}
 
 
-def test_in_flight_limits_follow_from_memory() -> None:
+def test_in_flight_limits_follow_from_memory():
     memory = [stage(0, "local", 10, 4), stage(1, 1, 10, 10), stage(2, 1, 10, 5), stage(3, 2, 10, 9)]
 
     def most(*free: int) -> tuple[int, ...]:
@@ -286,7 +280,7 @@ def test_in_flight_limits_follow_from_memory() -> None:
     assert in_flight_limits(memory, 6, [({1, 2}, 30 + 9 + 2 * 15 - 1)])[1:] == (1, 1, 1)
 
 
-def test_optimizer_state_follows_the_optimizer(base: Path) -> None:
+def test_optimizer_state_follows_the_optimizer(base):
     found = {
         name: memory_of(config_of(base, (0, 4), training={"optim": name}))[0]
         for name in ("adamw_torch", "adamw_bnb_8bit", "adamw_torch_8bit", "lion_32bit", "sgd")
@@ -299,7 +293,7 @@ def test_optimizer_state_follows_the_optimizer(base: Path) -> None:
     assert sizes == {**wide, "adamw_bnb_8bit": narrow}
 
 
-def test_the_fewest_layers_stream_until_a_device_fits() -> None:
+def test_the_fewest_layers_stream_until_a_device_fits():
     def streaming(index: int, owner: int | str, frozen: tuple[int, ...]) -> StageMemory:
         return replace(stage(index, owner, sum(frozen), 0), frozen=frozen)
 
@@ -322,7 +316,7 @@ def test_the_fewest_layers_stream_until_a_device_fits() -> None:
     assert chosen(70, 17, optional=[1]) == {1: 8}
 
 
-def test_streamed_layers_leave_their_frozen_weights_to_host_memory(base: Path) -> None:
+def test_streamed_layers_leave_their_frozen_weights_to_host_memory(base):
     adapter = AdapterConfig(target_modules="all-linear")
     config = config_of(base, (0, 1, 4), adapter)
     plan = config.to_dict()["shard_plan"]
@@ -341,7 +335,7 @@ def test_streamed_layers_leave_their_frozen_weights_to_host_memory(base: Path) -
 
 
 @needs("host_memory")
-def test_states_and_inputs_in_host_memory(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_and_inputs_in_host_memory(base, monkeypatch):
     monkeypatch.setattr(sizes, "STATES_GROUP_BYTES", 1000)
     training: dict[str, Any] = {"gradient_checkpointing": True, "max_in_flight": 2}
     training |= {"gradient_accumulation_steps": 2, "optim": "adamw_torch"}
@@ -383,9 +377,7 @@ def test_states_and_inputs_in_host_memory(base: Path, monkeypatch: pytest.Monkey
         AdapterConfig(r=2, target_modules=("q_proj",), layers_to_transform=(1, 3)),
     ],
 )
-def test_parts_that_are_alike_are_priced_once_and_others_apart(
-    adapter: AdapterConfig | None, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_that_are_alike_are_priced_once_and_others_apart(adapter, base, monkeypatch):
     config = config_of(base, (0, 4), adapter)
     model, priced = ModelSource(config.model, Path()).config, []
 
@@ -402,7 +394,7 @@ def test_parts_that_are_alike_are_priced_once_and_others_apart(
     assert sizes.memory_of_parts(config, model, 4) == parts
 
 
-def test_stored_attention_in_one_row_is_over_all_its_tokens(base: Path) -> None:
+def test_stored_attention_in_one_row_is_over_all_its_tokens(base):
 
     def stored(attention: str, padding_free: bool) -> int:
         model = {"attn_implementation": attention}

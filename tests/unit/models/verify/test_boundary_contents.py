@@ -35,14 +35,14 @@ def configured(model_type: str, **changes: Any) -> tuple[Config, PretrainedConfi
     return config, ModelSource.of(config).config
 
 
-def test_a_model_without_side_tensors_causes_no_lines() -> None:
+def test_a_model_without_side_tensors_causes_no_lines():
     config, model = configured("llama")
     assert crossing_lines(config, model, TOKENS) == []
     assert largest_sides(config, model, 2, TOKENS) == 0
     assert tiny_crossing(introspect(model), [2, 4]) == ""
 
 
-def test_bytes_of_side_tensors_are_reported_for_each_boundary() -> None:
+def test_bytes_of_side_tensors_are_reported_for_each_boundary():
     config, model = configured("gemma3n_text", hidden_size_per_layer_input=32, **UNTIED)
     [line] = crossing_lines(config, model, TOKENS)
     # In bfloat16: 2 x 32 inputs of layers, keys and values of 2 heads of 16 in two layers; four
@@ -57,14 +57,14 @@ def test_bytes_of_side_tensors_are_reported_for_each_boundary() -> None:
     assert largest_sides(config, model, 2, TOKENS) == 2 * TOKENS * 6 * 32 * 4
 
 
-def test_side_tensors_of_many_times_the_hidden_state_are_warned_of() -> None:
+def test_side_tensors_of_many_times_the_hidden_state_are_warned_of():
     config, model = configured("gemma3n_text", hidden_size_per_layer_input=512, **UNTIED)
     [line] = crossing_lines(config, model, TOKENS)
     assert line.startswith("warning: in front of layer 4, 2.25 KiB of side tensors per token")
     assert line.endswith("; that is 4.5 times as much")
 
 
-def test_the_logits_of_many_experts_are_warned_of() -> None:
+def test_the_logits_of_many_experts_are_warned_of():
     config, model = configured("mixtral", output_router_logits=True, num_local_experts=64)
     assert crossing_lines(config, model, TOKENS) == [
         "warning: in front of layer 4, 512 B of side tensors per token cross the boundary beside"
@@ -73,7 +73,7 @@ def test_the_logits_of_many_experts_are_warned_of() -> None:
 
 
 @needs("codecs")
-def test_a_codec_that_takes_not_all_gradients_of_a_boundary_is_refused() -> None:
+def test_a_codec_that_takes_not_all_gradients_of_a_boundary_is_refused():
     def check(adapter: AdapterConfig | None = None, **sections: Any) -> None:
         config, model = configured("gemma3n_text")
         sections["model"] = {"dtype": "float32"}
@@ -99,14 +99,14 @@ def test_a_codec_that_takes_not_all_gradients_of_a_boundary_is_refused() -> None
         ("deepseek_v4", "token ids go to layers 0, 1, 2"),
     ],
 )
-def test_a_tiny_copy_shows_the_crossing_tensors(model_type: str, said: str) -> None:
+def test_a_tiny_copy_shows_the_crossing_tensors(model_type, said):
     assert tiny_crossing(introspect(tiny_config(model_type)), [2, 5]) == said
 
 
 TIED = "model.embed_tokens.weight and lm_head.weight are one weight in 2 processes: each step sends"
 
 
-def test_a_weight_trained_in_two_processes_is_reported_with_its_bytes() -> None:
+def test_a_weight_trained_in_two_processes_is_reported_with_its_bytes():
     config, model = configured("llama", tie_word_embeddings=True, vocab_size=512)
     # In bfloat16: 512 x 64 numbers each way.
     assert crossing_lines(config, model, TOKENS) == [
@@ -118,7 +118,7 @@ def test_a_weight_trained_in_two_processes_is_reported_with_its_bytes() -> None:
     assert crossing_lines(config.with_changes(shard_plan=entries), model, TOKENS) == []
 
 
-def test_each_place_of_a_weight_sends_its_gradient() -> None:
+def test_each_place_of_a_weight_sends_its_gradient():
     kinds = ["hybrid"] * 6
     config, model = configured(
         "zamba2", layers_block_type=kinds, hybrid_layer_ids=[*range(6)], num_mem_blocks=1

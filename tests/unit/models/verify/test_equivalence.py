@@ -39,7 +39,7 @@ qwen4_exp_text zaya"""
 
 
 @pytest.mark.parametrize("model_type", seldom([*PASSING.split(), *MORE.split()], *MORE.split()))
-def test_architecture_passes_to_the_bit(model_type: str) -> None:
+def test_architecture_passes_to_the_bit(model_type):
     result = verified(model_type)
     assert (result.verdict, result.reason, result.half) == ("bit-equal", "", "")
     assert len(result.stages) == 3
@@ -54,7 +54,7 @@ phimoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp_text"""
 @pytest.mark.parametrize(
     "model_type", seldom(["mixtral", "jetmoe", *ROUTERS.split()], *ROUTERS.split())
 )
-def test_the_loss_of_all_routers_passes_to_the_bit(model_type: str) -> None:
+def test_the_loss_of_all_routers_passes_to_the_bit(model_type):
     config: Any = tiny_config(model_type)
     config.output_router_logits = True
     weight = {"jetmoe": "aux_loss_coef"}.get(model_type, "router_aux_loss_coef")
@@ -67,23 +67,21 @@ def test_the_loss_of_all_routers_passes_to_the_bit(model_type: str) -> None:
 @pytest.mark.parametrize(
     "model_type", seldom(["olmo2", "bert", *NO_NORM.split()], *NO_NORM.split())
 )
-def test_blocks_that_read_their_input_twice_are_bit_equal_in_autocast(
-    model_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_read_their_input_twice_are_bit_equal_in_autocast(model_type, monkeypatch):
     assert verified(model_type).half == ""
     monkeypatch.setattr("hetero_framework.models.cut.shard.as_inner", lambda received: received)
     assert "differs by" in verified(model_type).half
 
 
 @pytest.mark.long
-def test_weights_of_several_layers_are_summed_in_more_bits_than_in_the_whole() -> None:
+def test_weights_of_several_layers_are_summed_in_more_bits_than_in_the_whole():
     """There all uses share one narrow copy."""
     result = verified("zamba2")
     assert (result.verdict, result.gradient_difference) == ("bit-equal", 0)
     assert re.search(r"differs by .*e-03 .* most in .*shared_transformer", result.half)
 
 
-def test_names_of_one_weight_are_told_apart_by_the_modules_that_run() -> None:
+def test_names_of_one_weight_are_told_apart_by_the_modules_that_run():
     """ProphetNet ties the head and the decoder's embedding to one that never runs."""
     config = tiny_config("prophetnet")
     owner = introspect(config).owner
@@ -94,7 +92,7 @@ def test_names_of_one_weight_are_told_apart_by_the_modules_that_run() -> None:
 
 
 @pytest.mark.parametrize("cuts", [[0], pytest.param([0, 1, 4], marks=pytest.mark.long)])
-def test_tensors_made_between_blocks_stay_with_their_hidden_state(cuts: list[int]) -> None:
+def test_tensors_made_between_blocks_stay_with_their_hidden_state(cuts):
     """Else its gradient would come back apart from that of the hidden state."""
     assert verified("inkling2_text", cuts).verdict == "bit-equal"
 
@@ -105,8 +103,8 @@ def test_tensors_made_between_blocks_stay_with_their_hidden_state(cuts: list[int
     ids=["changed", "last bit"],
 )
 def test_changed_hidden_state_is_noticed_and_its_last_bit_tolerated(
-    factor: float, verdict: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    factor, verdict, reason, monkeypatch
+):
     forward = Shard.forward
 
     def changed(self: Shard, *args: Any) -> Bundle:
@@ -119,7 +117,7 @@ def test_changed_hidden_state_is_noticed_and_its_last_bit_tolerated(
     assert verdict == "refused" or 0 < result.gradient_difference < 1e-4
 
 
-def test_gradients_of_later_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_later_steps_are_compared(monkeypatch):
     forward, calls = Shard.forward, []
 
     def rounded(self: Shard, *args: Any) -> Bundle:
@@ -134,13 +132,13 @@ def test_gradients_of_later_steps_are_compared(monkeypatch: pytest.MonkeyPatch) 
     assert 0 < result.gradient_difference < 1e-4
 
 
-def test_admit_raises_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admit_raises_with_the_reason(monkeypatch):
     monkeypatch.setattr(partition, "tied_names", lambda model: {})
     with pytest.raises(ArchitectureError, match="shared_transformer"):
         admit(tiny_config("zamba2"), ranges_between([0, 3, 6]))
 
 
-def test_blocks_that_share_weights_in_turn_are_equal_under_any_cut() -> None:
+def test_blocks_that_share_weights_in_turn_are_equal_under_any_cut():
     """Two weights, of layers 1, 3 and 5 and of layers 2 and 4."""
     kinds = ["linear_attention", *["hybrid"] * 5]
     config = tiny_config("zamba2")
@@ -154,7 +152,7 @@ def test_blocks_that_share_weights_in_turn_are_equal_under_any_cut() -> None:
     ("model_type", "module"),
     [("llama4_text", "router"), pytest.param("deepseek_v4", "o_a_proj", marks=pytest.mark.long)],
 )
-def test_an_adapter_of_a_module_that_is_not_linear_is_refused(model_type: str, module: str) -> None:
+def test_an_adapter_of_a_module_that_is_not_linear_is_refused(model_type, module):
     """Their classes are linear layers to PEFT; what they take or return is another thing."""
     config, settings = tiny_config(model_type), {"target_modules": "all-linear"}
     text = rf"does not run with this adapter: .*{module} fails"
@@ -165,19 +163,19 @@ def test_an_adapter_of_a_module_that_is_not_linear_is_refused(model_type: str, m
     admit_adapter(config, plan_adapter(config, advised))
 
 
-def test_admit_takes_any_plan_of_a_large_model() -> None:
+def test_admit_takes_any_plan_of_a_large_model():
     config = LlamaConfig(num_hidden_layers=10, tie_word_embeddings=True)
     for bounds in ([0, 0, 7, 10], [0, 10]):
         assert admit(config, ranges_between(bounds)).verdict == "bit-equal"
 
 
-def test_a_stage_without_the_weights_that_a_model_asks_for_is_refused() -> None:
+def test_a_stage_without_the_weights_that_a_model_asks_for_is_refused():
     """XLNet asks the part that has its layers for the type of its weights."""
     result = verified("xlnet", [6])
     assert "a shard does not run alone" in result.reason
 
 
-def test_compare_leaves_no_files(tmp_path: Path, monkeypatch: Any) -> None:
+def test_compare_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     compare(tiny_config("llama"), ranges_between([0, 3, 6]))
     assert list(tmp_path.iterdir()) == []
@@ -187,7 +185,7 @@ def test_compare_leaves_no_files(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 @pytest.fixture
-def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[ShardRange, ...]]:
+def compared(tmp_path, monkeypatch):
     """The cuts that were compared; what passed is kept in a directory of the test."""
     monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
     asked: list[tuple[ShardRange, ...]] = []
@@ -201,9 +199,7 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shar
     return asked
 
 
-def test_verdict_is_computed_once_for_an_architecture_and_a_cut(
-    compared: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verdict_is_computed_once_for_an_architecture_and_a_cut(compared, monkeypatch):
     config, cut = tiny_config("llama"), ranges_between([0, 3, 6])
     assert admit(config, cut).verdict == admit(config, cut).verdict == "bit-equal"
     assert len(compared) == 1
@@ -217,7 +213,7 @@ def test_verdict_is_computed_once_for_an_architecture_and_a_cut(
     assert len(compared) == 4
 
 
-def test_refusal_is_never_remembered(compared: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_is_never_remembered(compared, monkeypatch):
     refused = Comparison("llama", "refused", "it leaks")
     monkeypatch.setattr(equivalence, "compare", lambda *_: refused)
     for _ in range(2):
@@ -227,7 +223,7 @@ def test_refusal_is_never_remembered(compared: list[Any], monkeypatch: pytest.Mo
     assert not directory.exists()
 
 
-def test_a_remembered_verdict_depends_on_all_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remembered_verdict_depends_on_all_code(monkeypatch):
     read: list[str] = []
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or b"")
     equivalence.own_code.__wrapped__(Path(equivalence.__file__).parents[1])

@@ -54,7 +54,7 @@ def problem(shard: Shard, sides: Bundle, *, train: bool = True, **training: Any)
     ],
     ids=["all weights", "layers", "before the layers", "behind"],
 )
-def test_side_tensors_of_a_part_before_are_expected(target_modules: Any, trained: set[str]) -> None:
+def test_side_tensors_of_a_part_before_are_expected(target_modules, trained):
     adapter = target_modules and AdapterConfig(r=2, target_modules=target_modules)
     (_, *sides), back = cut("gemma3n_text", adapter)
     assert problem(back, tuple(sides)) is None
@@ -64,14 +64,14 @@ def test_side_tensors_of_a_part_before_are_expected(target_modules: Any, trained
     assert wanting == trained
 
 
-def test_numbers_that_want_no_gradient_are_expected_too() -> None:
+def test_numbers_that_want_no_gradient_are_expected_too():
     (_, indices), back = cut("hy_v4")
     assert problem(back, (indices,)) is None
     said = problem(back, (indices.long(),))
     assert said.startswith("prev_topk_indices is 3 x 5 x 4 of int64, expected 3 x 5 x 4 of int32")
 
 
-def test_routers_logits_are_expected() -> None:
+def test_routers_logits_are_expected():
     (_, *logits), back = cut("mixtral", output_router_logits=True)
     assert [tuple(tensor.shape) for tensor in logits] == [(ROWS * TOKENS, 4)] * 3
     assert problem(back, tuple(logits)) is None
@@ -89,16 +89,14 @@ WRONG: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
 
 
 @pytest.mark.parametrize(("change", "got"), WRONG)
-def test_another_shape_or_type_is_a_problem_with_both(
-    change: Callable[[torch.Tensor], torch.Tensor], got: str
-) -> None:
+def test_another_shape_or_type_is_a_problem_with_both(change, got):
     (_, first, *others), back = cut("gemma3n_text")
     said = problem(back, (change(first), *others))
     wanted = "3 x 5 x 16 of float32 that wants a gradient"
     assert said == f"per_layer_input is {got} that wants a gradient, expected {wanted}"
 
 
-def test_an_unwanted_or_missing_gradient_is_a_problem() -> None:
+def test_an_unwanted_or_missing_gradient_is_a_problem():
     (_, first, *others), back = cut("gemma3n_text")
     wanted = "3 x 5 x 16 of float32 that wants a gradient"
     said = problem(back, (first.detach(), *others))
@@ -107,14 +105,14 @@ def test_an_unwanted_or_missing_gradient_is_a_problem() -> None:
     assert said == f"per_layer_input is {wanted}, expected 3 x 5 x 16 of float32"
 
 
-def test_autocast_may_leave_either_type_but_no_third() -> None:
+def test_autocast_may_leave_either_type_but_no_third():
     (_, first, *others), back = cut("gemma3n_text")
     for dtype, fits in ((torch.bfloat16, True), (torch.float32, True), (torch.float64, False)):
         sent = first.detach().to(dtype).requires_grad_()
         assert (problem(back, (sent, *others), bf16=True) is None) == fits
 
 
-def test_axes_and_kind_are_known_where_parts_need_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_axes_and_kind_are_known_where_parts_need_numbers(monkeypatch):
     def fails(*args: Any) -> None:
         raise RuntimeError("needs numbers")
 
@@ -130,9 +128,7 @@ def test_axes_and_kind_are_known_where_parts_need_numbers(monkeypatch: pytest.Mo
     ("model_type", "extra"),
     [("inkling2_text", 0), pytest.param("hy_v4", 3, marks=pytest.mark.long)],
 )
-def test_a_few_runs_determine_the_shapes_for_every_length(
-    model_type: str, extra: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_few_runs_determine_the_shapes_for_every_length(model_type, extra, monkeypatch):
     _, back = cut(model_type)
     asked = []
     real = side_tensor_checks.bundle_at
@@ -148,7 +144,7 @@ def test_a_few_runs_determine_the_shapes_for_every_length(
     assert len(asked) == len(first) + len(side_tensor_checks._PROBES) + extra
 
 
-def test_an_axis_is_found_as_a_function_of_rows_and_tokens() -> None:
+def test_an_axis_is_found_as_a_function_of_rows_and_tokens():
     def axis(rule: Any) -> Any:
         return side_tensor_checks._axis([rule(*probe) for probe in side_tensor_checks._PROBES])
 
@@ -158,7 +154,7 @@ def test_an_axis_is_found_as_a_function_of_rows_and_tokens() -> None:
         assert axis(rule) is None
 
 
-def test_an_adapter_trains_tensors_that_depend_on_its_modules() -> None:
+def test_an_adapter_trains_tensors_that_depend_on_its_modules():
     plan = plan_adapter(tiny_config("llama"), AdapterConfig(r=2, target_modules=("q_proj",)))
     assert plan.trains({"model.layers.3.self_attn.q_proj.weight"})
     assert not plan.trains({"model.layers.3.self_attn.k_proj.weight", "lm_head.weight"})
