@@ -62,7 +62,7 @@ OTHERS = {
     "pydantic": "model_copy",
     "torchft": "Manager",
     "a chat template of Gemma": "<|tool_response>",
-    "Megatron-LM": "preprocess_data.py MMIDIDX TNTIDX seq-length GPTDataset"
+    "Megatron-LM": "preprocess_data.py MMIDIDX seq-length GPTDataset"
     " BlendedDataset full_validation eod_mask_loss reset_position_ids reset_attention_mask",
     "launchers": "~/.ssh/config hetero_launch/cluster hetero-worker-1 hetero-JOB-worker-1.log"
     " TORCH_INDEX VARIANT",
