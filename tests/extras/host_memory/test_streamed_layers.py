@@ -312,7 +312,7 @@ def test_an_error_reaches_the_thread_that_waits(monkeypatch):
     feeding.close()
 
 
-def test_a_disk_that_hangs_is_named(monkeypatch):
+def test_a_copy_that_hangs_is_named(monkeypatch):
     monkeypatch.setattr(streamed_layers, "_LONGEST_S", 0.01)
-    with pytest.raises(HeteroError, match="could not be read"):
+    with pytest.raises(HeteroError, match="could not be copied from host memory"):
         streamed_layers.ends_of(Future())
