@@ -159,7 +159,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def as_hetero_error(error: BaseException) -> HeteroError | None:
-    """`error` if it is a HeteroError; a ResourceError for memory or a file; None for a bug."""
+    """`error` if it is a HeteroError; ResourceError if memory or a file failed; None for a bug."""
     if isinstance(error, HeteroError):
         return error
     if is_out_of_memory(error):
@@ -173,7 +173,7 @@ def as_hetero_error(error: BaseException) -> HeteroError | None:
         if refusal.errno in _NO_DISK:
             hint = "free space, or lower save_total_limit"
             return ResourceError(f"the disk is full{where}", hint=hint)
-        # One without a file name is from `tempfile`, whose text lists the folders without room.
+        # An error without a file name is from `tempfile`; its text lists the folders without room.
         is_of_file = where or isinstance(error, FileNotFoundError)
         if is_of_file and not isinstance(error, ConnectionError):
             return ResourceError(f"the system refuses a file: {in_words(error)}{where}")
@@ -181,7 +181,7 @@ def as_hetero_error(error: BaseException) -> HeteroError | None:
 
 
 def of_system(error: BaseException | None) -> OSError | None:
-    """`error` if it is an OSError, or the OSError that the text of a Rust library's error tells."""
+    """`error` if it is an OSError, or the OSError in the text of a Rust library's error."""
     if isinstance(error, OSError):
         return error
     told = re.search(r"([^:]*) \(os error (\d+)\)", str(error))

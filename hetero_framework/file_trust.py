@@ -25,10 +25,10 @@ class Untrusted:
 
 
 def read_own(path: Path, *, strictly: bool = False, most_bytes: int = 1 << 20) -> bytes:
-    """The content of a small file that only this user can have written; the open file is checked
-    again. With `strictly`, for files that a process acts upon, a group of several users cannot have
-    written it either, and nobody else can put files beside it. Raises OSError; a PermissionError
-    says the problem and its remedy."""
+    """The content of a small file that only this user can have written: the path is checked, then
+    the open file. With `strictly`, for files that a process acts upon, no group of several users
+    can have written it either, and nobody else can put files beside it. Raises OSError; a
+    PermissionError says the problem and its remedy."""
 
     def check(place: Path, entry: os.stat_result | None = None) -> None:
         if (wrong := untrusted_reason(place, by_group=strictly, entry=entry)) is not None:

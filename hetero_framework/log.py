@@ -138,7 +138,7 @@ def to_stderr(level: str, text: str) -> None:
 
 
 class LineFile:
-    """A file to which lines are appended. `news` is a text on the file that is logged once."""
+    """A file to which lines are appended. `news` is a text about the file, to be logged once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

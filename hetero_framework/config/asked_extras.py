@@ -17,7 +17,7 @@ from hetero_framework.errors import ConfigError
 
 
 def asked(kind: str, config: Config, objects: Collection[str] = ()) -> Iterator[Any]:
-    """The things of a kind whose condition is met, each once."""
+    """The registered objects of a kind whose condition is met, each once."""
     found: list[Any] = []
     for condition in registry.names(kind):
         entry = registry.entries(kind).get(condition)
@@ -29,7 +29,7 @@ def asked(kind: str, config: Config, objects: Collection[str] = ()) -> Iterator[
 
 
 def chosen(kind: str, config: Config, objects: Collection[str] = ()) -> Any:
-    """The last of the things that `asked` gives; None where there is none."""
+    """The last of the objects that `asked` gives; None without any."""
     found = [*asked(kind, config, objects)]
     return found[-1] if found else None
 

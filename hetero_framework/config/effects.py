@@ -1,7 +1,7 @@
 """The effect of each setting on a run, from the marks of its field (`Effect` and `Scope`).
 
-A resumed run, islands and caches compare settings by their effects. The settings of where training
-data are and how they become tokens are not compared, but the tokens (trainer/continuation.py).
+A resumed run, islands and caches compare settings by their effects. Settings of where training data
+are and how they become tokens are not compared; the tokens are (trainer/continuation.py).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def flat(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_config(config: Config) -> dict[str, Any]:
-    """All settings of a configuration as `flat` has them, with those that only other files ask for.
-    model.quantization is the precision in which layers are held, by machine or not."""
+    """All settings of a configuration as `flat` has them, with the defaults of settings that its
+    schema lacks. model.quantization is the precision of the layers, by machine where it differs."""
     found = {**flat(config.to_dict()), "model.quantization": config.kinds}
     for name, _, field in settings(whole_schema(Config)):
         if found.get(name.partition(".")[0]) is True and name not in found:

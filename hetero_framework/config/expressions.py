@@ -15,7 +15,7 @@ _AROUND = {
     "alpha_pattern": (r"(.*\.)?(", ")$"),
 }
 """The text that PEFT puts before and after each expression. In the first two settings the names of
-a list are compared as they are."""
+a list are compared literally."""
 EXPRESSIONS = tuple(_AROUND)
 
 

@@ -43,8 +43,8 @@ def idle_lines(config: Section, given: Collection[str]) -> Iterator[str]:
 
 
 def holds(config: Section, part: str, *, own: bool = False) -> bool:
-    """Whether one condition of a `ReadIf`, with its section, is met. With `own`, an objective that
-    the user has registered meets every condition on the objective: it may read anything."""
+    """Whether a condition of a `ReadIf`, written with its section, is met. With `own`, an objective
+    that the user has registered meets every condition on the objective: it may read anything."""
     path, has_values, values = part.partition("=")
     section, _, key = path.rstrip("!").partition(".")
     holder: Any = getattr(config, section)

@@ -18,7 +18,7 @@ from hetero_framework.errors import ConfigError
 from hetero_framework.file_trust import untrusted_reason
 
 PLAN_FILE = "plan.json"
-"""In output_dir: the answer of `hetero plan` when the run began, with the plan as it was used."""
+"""File in output_dir: the answer of `hetero plan` when the run began, with the plan as used."""
 _PLAN_HINT = "delete the file, or begin anew with --fresh; the machines are planned for again then"
 
 
@@ -59,7 +59,7 @@ def with_saved_plan(config: Config) -> Config:
 
 
 def apply_override(raw: dict[str, Any], setting: str) -> None:
-    """Set `PATH=VALUE` in `raw`: the path as in "workers[0].port", the value JSON or a text."""
+    """Set `PATH=VALUE` in `raw`. "workers[0].port" is a path; a value is JSON or a text."""
     path, equals, text = setting.partition("=")
     keys: list[str | int] = [
         int(index) if index else key for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path)

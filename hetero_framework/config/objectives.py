@@ -18,7 +18,7 @@ table "heads" or "families" has."""
 @dataclass(frozen=True)
 class Needs:
     """The data and the task of the model that an objective is trained with. `reads` are the
-    settings which it reads of those that are not for all objectives."""
+    settings that it reads, apart from settings for all objectives."""
 
     data: str = "text"
     task: Task = "causal-lm"

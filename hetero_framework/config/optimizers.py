@@ -22,7 +22,7 @@ _WHOLE_MODEL_OPTIMIZERS = {
     "schedule_free": "it keeps other weights for training than for evaluation",
     "grokadamw": "its decay follows a signal of the whole model",
 }
-"""Prefixes of names, and why these cannot run stage by stage."""
+"""Prefixes of optimizers' names, and why these optimizers cannot run stage by stage."""
 
 
 def check_optimizer(training: TrainingConfig) -> None:

@@ -31,7 +31,7 @@ class Problem:
 
 
 def report(name: str, problems: Sequence[Problem]) -> str:
-    """All problems as one message that begins with `name`; "" where their paths have it."""
+    """All problems as one message, which begins with `name` if that is not ""."""
     if len(problems) == 1:
         return f"{name}: {problems[0]}" if name else str(problems[0])
     lines = [f"{name} has {len(problems)} problems:"] if name else []

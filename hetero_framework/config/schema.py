@@ -202,7 +202,7 @@ class WorkerConfig(Machine):
 
     @property
     def address(self) -> str:
-        """The address that the coordinator dials, or the worker's ip and that it dials itself."""
+        """The address that the coordinator dials; for a worker that dials, its ip and "(dials)"."""
         return f"{self.ip} (dials)" if self.port is None else host_and_port(self.ip, self.port)
 
     @field_validator("num_gpus")
@@ -478,7 +478,7 @@ class DataConfig(Section):
     """Split for training, or a slice of one: train[:1000], train[10%:]. A file is one split.
     Elsewhere: dataset_train_split."""
     eval_split: Annotated[Name, ReadIf("eval")] = "test"
-    """Split for evaluation, or a slice of one. Of a file, test and train are both all of it.
+    """Split for evaluation, or a slice of one. For a file, test and train both mean all of it.
     Elsewhere: dataset_test_split."""
     dataset_text_field: Annotated[Name, _for("dataset_text_field")] = "text"
     """Column that holds the text in the text format. Elsewhere: text_field, text_column,
@@ -912,8 +912,8 @@ class TrainingConfig(Section):
     liveness_timeout_s: Annotated[float, with_unit("seconds", ge=3), FREE] = 15.0
     """A peer that is silent for this long is lost (heartbeats come every 2 s)."""
     max_skipped_steps: Annotated[int, with_unit("steps", ge=0), FREE, ALL_ISLANDS] = 5
-    """Stop after more than this many steps in a row with a non-finite loss or gradient, and when
-    more than these in all and more than 1 % of the run's steps had one. Steps that only made the
+    """Stop when more than this many steps in a row had a non-finite loss or gradient, or when more
+    than this many in all, and more than 1 % of the run's steps, had one. Steps that only made the
     loss scale of fp16 smaller count for neither."""
     probe_longest_batch: Annotated[bool, FREE] = True
     """Before the first step, run the longest micro-batch of the run once, forward and backward, so
@@ -996,7 +996,7 @@ class TrainingConfig(Section):
         return self.per_device_eval_batch_size * rows_of(self.data_kind)
 
     def _check_best(self) -> None:
-        """The Trainer's rules for what follows from evaluations."""
+        """Check the Trainer's rules for settings that depend on evaluations."""
         if self.metric is None:
             return
         name = "load_best_model_at_end" if self.load_best_model_at_end else "metric_for_best_model"
@@ -1323,7 +1323,7 @@ class Config(WholeFile):
         return any(self.quantization(owner) is not None for owner in takes_part)
 
     def held_by(self, owner: int | str) -> Config:
-        """The configuration in which all processes hold the model as that process does."""
+        """The configuration with all processes holding the model as `owner` does."""
         kind, inherited = {"quantization": self.quantization(owner)}, {"quantization": None}
         workers = [{**worker, **inherited} for worker in self.to_dict()["workers"]]
         held = self.with_changes(model=kind, coordinator=inherited, workers=workers)
@@ -1453,7 +1453,7 @@ def _disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _weight_problems(parts: Mapping[str, Any]) -> Iterator[Problem]:
-    """Weights that are trained or rewritten, and are quantised, halved or in host memory."""
+    """Problems with trained or rewritten weights that are quantised, halved or in host memory."""
     model, adapter, training = (parts.get(name) for name in ("model", "adapter", "training"))
     quantised, changes = _quantised(parts), ""
     if adapter is not None and adapter.init_lora_weights in REWRITING_INITS:

@@ -70,8 +70,8 @@ class ReadIf:
 
 @dataclass(frozen=True)
 class NameOf:
-    """A text that is a name in a table of the registry, or one of the `others`. `setting` is where
-    it stands: by that, heart.toml tells the extra of a name that is not here."""
+    """A text that is a name in a table of the registry, or one of the `others`. `setting` is its
+    place in the file: by it, heart.toml names the extra of a name that is absent here."""
 
     kind: str
     setting: str
@@ -79,7 +79,7 @@ class NameOf:
 
     @property
     def names(self) -> list[str]:
-        """All names that are allowed, by the alphabet."""
+        """All names that are allowed, sorted."""
         return sorted({*registry.names(self.kind), *self.others})
 
     def _checked(self, value: str) -> str:

@@ -99,8 +99,8 @@ def join_path(parent: str, key: str | int) -> str:
 
 
 class _Object(dict[str, Any]):
-    """An object that remembers which of its `keys` it was given more than once. YAML's merge keys
-    put in others, which may be given again."""
+    """An object that remembers which of its `keys` were given more than once. Keys that YAML's
+    merge keys add are not in `keys`, and may be given again."""
 
     def __init__(self, pairs: list[tuple[str, Any]], keys: Sequence[str] | None = None) -> None:
         super().__init__(pairs)

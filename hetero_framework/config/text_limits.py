@@ -1,5 +1,5 @@
-"""Values that no setting may have: secrets, since the file is copied to every machine, characters
-that no name or path has, and numbers beyond those of machines."""
+"""Values that no setting may have: characters that no name or path has, numbers beyond those of
+machines, and secrets, since the file is copied to every machine."""
 
 from __future__ import annotations
 

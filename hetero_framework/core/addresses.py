@@ -29,7 +29,7 @@ def local_addresses() -> list[str]:
 
 
 def local_hostnames() -> list[str]:
-    """Names of this machine in lower case: as the system calls it, with and without domain."""
+    """This machine's name in lower case: as the system has it, its first label, and LABEL.local."""
     name = socket.gethostname().lower()
     return list(dict.fromkeys([name, name.split(".")[0], f"{name.split('.')[0]}.local"]))
 
@@ -103,7 +103,7 @@ def parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 @functools.lru_cache(maxsize=256)
 def resolve(name: str) -> tuple[str, ...]:
-    """The addresses of a name as this machine knows them; none for one that is not known here."""
+    """The addresses that this machine resolves a name to; none for an unknown name."""
     try:
         entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # unknown here: then it is not this machine

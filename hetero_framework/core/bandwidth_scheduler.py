@@ -24,15 +24,16 @@ _FULL = 0.8
 other end. On a full interface other frames may be the reason."""
 _AHEAD_BYTES = 384 * 1024
 _AHEAD_S = 0.010
-"""With this much of a frame left, in bytes and time, the next frame is let go: word of that waits
-behind a piece and the system's buffers. More would meet in a switch, which may drop some of it."""
+"""The next frame is let go when the lesser of both is left of a frame, since the signal for it
+waits behind a piece and the system's buffers. More bytes would meet in a switch, which may drop
+some."""
 _PROBE = 256
 """Every 256th frame that would have to wait goes beside the others: together they show whether the
 interface has become faster than is known. Every 16th made steps 3 to 5 % longer."""
 _ALONE = 0.8
 """A frame with this share of the bytes that passed meanwhile had the interface to itself."""
 _LEARNT_S = 0.005
-"""Shortest frame that tells the rate, in seconds: of a shorter one, buffers have most."""
+"""Shortest frame that tells the rate, in seconds: buffers take most of a shorter frame."""
 _FRAMES = 8
 _RATES = 64
 
@@ -57,14 +58,14 @@ class Direction:
 
     When there is room again, the waiting frame that is next in the planned order is let go; outside
     of the plan, the frame of the link that went longest ago. With `reserves` that frame has its
-    turn from then on; without, all waiting links are told and ask again.
+    turn from then on. Without it, all waiting links are told, and ask again.
     """
 
     def __init__(self, reserves: bool, clock: Callable[[], float] = time.perf_counter) -> None:
         self._reserves = reserves
         self._clock = clock
         self._lock = threading.Lock()
-        self._known: list[LinkSlot] = []  # those that have had a frame
+        self._known: list[LinkSlot] = []  # slots that have had a frame
         self._going: list[LinkSlot] = []
         self._waiting: list[LinkSlot] = []
         self._moved = 0  # bytes of all frames
@@ -111,7 +112,7 @@ class Direction:
         return self._order.place(lane) if lane is not None else math.inf, slot._turn
 
     def _take_following(self) -> list[LinkSlot]:
-        """The slots that have waited and may go."""
+        """Remove and return the waiting slots that may go now."""
         if not self._waiting or not self._has_room():
             return []
         following = sorted(self._waiting, key=self._place)
@@ -139,7 +140,7 @@ class LinkSlot:
         self._frame_rates: deque[float] = deque(maxlen=_FRAMES)
         self._filled: deque[bool] = deque(maxlen=_FRAMES)  # whether a frame filled it, if known
         self.rate = 0.0  # bytes/s of the last frame; 0 if it was too quick to say
-        self.was_alone = False  # whether that frame had the interface for itself
+        self.was_alone = False  # whether that frame had the interface to itself
         self._left = self._mine = 0
         self._since: tuple[float, int] | None = None  # time and all bytes as measuring began
 
@@ -151,12 +152,12 @@ class LinkSlot:
     def begin(
         self, nbytes: int, lane: Lane | None = None, *, waits: bool = True, insists: bool = False
     ) -> bool:
-        """Whether a frame may go now. If not, the frame waits for `go`, or `end`, or asks again
-        after `left_s`.
+        """Begin a frame if it may go now, and return whether it may. If not, the frame waits: call
+        this again when `go` is called or `left_s` is over, or give it up with `end`.
 
         Args:
-            waits: without it the frame goes even if there is no room.
-            insists: the frame waits for room, but not for another frame's turn.
+            waits: if false, the frame goes even without room.
+            insists: if true, the frame waits for room, but not for another frame's turn.
         """
         direction = self._direction
         with direction._lock:
@@ -243,7 +244,7 @@ class LinkSlot:
         with direction._lock:
             direction._moved += nbytes
             self._left -= nbytes
-            if self._since is None:  # what comes first fills buffers
+            if self._since is None:  # the first bytes only fill buffers
                 self._since = direction._clock(), direction._moved
                 return
             self._mine += nbytes
@@ -255,7 +256,7 @@ class LinkSlot:
         _let_go(following)
 
     def end(self) -> None:
-        """Record that the frame has passed, or does not come."""
+        """Record that the frame has passed, or will not come."""
         direction = self._direction
         with direction._lock:
             if self in direction._waiting:

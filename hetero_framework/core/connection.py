@@ -1,7 +1,7 @@
 """`Connection`: one peer over one stream, with its link, session, identity and handlers.
 
-Built first, `start`ed after. A message is handed on only when its sender is authenticated and the
-message is legal now, so nothing of a stranger is unpacked.
+It is built first and `start`ed later. A message is handed on only when its sender is authenticated
+and the message is legal now, so nothing of a stranger is unpacked.
 
 The sequence when a link breaks:
 
@@ -44,7 +44,7 @@ _ROLES = {m.Hello.spec.number: m.WORKER, m.PeerHello.spec.number: m.LISTENER}
 """The role of a worker at a connection, by the number of the first message."""
 MOST_MESSAGES = 100_000
 MOST_FIELD_BYTES = 64 << 20
-"""Most memory for the fields of waiting messages; no run has come near it. One may pass alone."""
+"""Most memory for the fields of waiting messages, far above any run's. One alone may have more."""
 
 
 def opening(role: str | None) -> frozenset[int]:
@@ -260,13 +260,13 @@ class Connection:
                 written.wait(timeouts.LAST_WORD_S)
 
     def _is_answer(self, message: Message) -> bool:
-        """Give an answer to the call of `ask` that waits for it; whether there was one."""
+        """Give an answer to the call of `ask` that waits for it. Returns whether one waited."""
         body = message.body
         answers_control = isinstance(body, m.Control) and body.answers is not None
         return (answers_control or type(body) in ANSWERS) and self._tell_asking(message)
 
     def _tell_asking(self, answer: Message | HeteroError) -> bool:
-        """Give an answer to the call of `ask` that waits; whether one was waiting."""
+        """Give an answer to the call of `ask` that waits. Returns whether one waited."""
         with self._lock:
             asking, self._asking = self._asking, None
         if asking is not None:

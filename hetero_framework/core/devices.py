@@ -55,7 +55,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Support:
-    """Whether something works on a device, and why. `emulated`: not ok, as it is far slower."""
+    """Whether something works on a device, and why. `emulated`: it would, but far too slowly."""
 
     ok: bool
     reason: str
@@ -67,7 +67,7 @@ class Support:
 
 class DeviceEvent:
     """A point in a device's work, behind all that the recording thread had queued there. Any thread
-    may ask it. This class is the CPU's: every call is done at once."""
+    may use it. This class is for the CPU, where every call is done at once."""
 
     def __init__(self) -> None:
         self.made_s = time.perf_counter()
@@ -152,7 +152,7 @@ class Device:
         return Support(True, "works on every CPU; fast only where the CPU has instructions")
 
     def check(self) -> None:
-        """Raise DeviceError, with the build to install, where torch has no kernels for it."""
+        """Raise DeviceError, with the torch to install, if torch has no kernels for the device."""
 
     def features(self) -> dict[str, Support]:
         """Abilities of the device for transfers and measurements, tried out; empty for a CPU."""
@@ -208,11 +208,11 @@ class Device:
         return memoryview(self.host_bytes(nbytes).numpy().data)  # the view keeps the tensor alive
 
     def pinned(self, nbytes: int) -> torch.Tensor | None:
-        """Bytes of pinned host memory; None where the system gives none."""
+        """A uint8 tensor of pinned host memory; None where the system gives none."""
         return None
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
-        """Bytes of host memory, pinned where the system gives it."""
+        """A uint8 tensor of host memory, pinned where the system allows it."""
         pinned = self.pinned(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8) if pinned is None else pinned
 
@@ -233,7 +233,7 @@ class Device:
         return began, DeviceEvent()
 
     def order_behind(self, event: DeviceEvent) -> None:
-        """Have this thread's later work for the device wait for an event; the thread does not."""
+        """Make this thread's later work on the device, but not the thread, wait for an event."""
 
     def record_event(self, *tensors: torch.Tensor) -> DeviceEvent:
         """The point behind all work that this thread has queued on the device. Does not wait.
@@ -262,8 +262,8 @@ class Device:
         return self.copies_in([tensor])[0]
 
     def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """For threads that receive: the CPU tensors on this device, complete on return, for use by
-        the computing thread. On the CPU they are the tensors themselves, elsewhere copies."""
+        """Copies of CPU tensors on this device, complete on return; on the CPU the tensors
+        themselves. For threads that receive; the computing thread uses the copies."""
         return list(tensors)
 
     # Not torch.manual_seed: that seeds every device of the machine, also busy ones.
@@ -333,8 +333,8 @@ class _DeviceClock:
 
 
 class _QueuedEvent(DeviceEvent):
-    """An event in a device's queue. `clock` is an earlier event with its host time; without it the
-    event counts when it was seen, which is late if no thread watched. `held` is kept until then."""
+    """An event in a device's queue. `clock` is an earlier event with its host time. Without it
+    `at_s` is when a thread saw the event, which is late if none watched. `held` is kept alive."""
 
     def __init__(
         self, native: Any, clock: _DeviceClock | None = None, held: Sequence[torch.Tensor] = ()
@@ -400,7 +400,7 @@ class AcceleratorDevice(Device):
 
     The computing thread works on the default stream. Copies run on two other streams, one per
     direction, as a device has a copy engine for each. torch's streams do not wait for the default
-    one: only events order them. Each thread has its own current stream, so blocks with a stream
+    stream: only events order them. Each thread has its own current stream, so blocks with a stream
     here do not touch the computing thread. No call but `synchronize` waits for the whole device.
     """
 
@@ -671,7 +671,7 @@ class CudaDevice(_NamespaceDevice):
             )
 
     def _lacks(self, built_for: Sequence[str]) -> tuple[str, str] | None:
-        """The kind of GPU and what to install; None where kernels built for one of these run."""
+        """The kind of GPU and what to install; None if kernels for an entry of `built_for` run."""
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         if any(_runs_on(entry, major, minor) for entry in built_for):
             return None
@@ -826,7 +826,7 @@ class MpsDevice(Device):
         return [(copies[id(tensor)], _nothing) for tensor in tensors]
 
     def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # Sent from copies: the queue reads them later, and this thread shall not wait for that.
+        # The queue reads its sources later, and this thread must not wait for that: so, copies.
         copies = [tensor.clone() for tensor in tensors]
         there = [tensor.to(self.torch_device, non_blocking=True) for tensor in copies]
         self._queue_event(copies)
@@ -882,8 +882,8 @@ OUT_OF_TREE = {
 
 
 def without_four_bit(kind: str) -> str | None:
-    """Why a kind of device on another machine has no 4 bits, judged by the bitsandbytes of this
-    one. None where it has them, or where only that machine can tell."""
+    """Why a kind of device on another machine has no 4 bits, judged by the bitsandbytes here. None
+    where it has them, or where only that machine can tell."""
     known = ("cpu", "cuda", "rocm", "mps", "xpu", *OUT_OF_TREE)
     if kind not in known or importlib.util.find_spec("bitsandbytes") is None:
         return None

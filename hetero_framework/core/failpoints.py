@@ -17,15 +17,15 @@ VARIABLE = "HETERO_FAILPOINT"
 _NONE: dict[str, Any] = {}
 
 hit: Callable[..., object] = _NONE.get
-"""`hit(name)`: this place is reached; `hit(name, tensor)`: a numeric one, with its torch tensor."""
+"""`hit(name)` says that a place is reached; a numeric place also gives its torch tensor."""
 is_due: Callable[[str], bool] = _NONE.__contains__
-"""Whether a failpoint fires at the next `hit` of this place, for preparations."""
+"""Whether a failpoint fires at the next `hit` of this place, for callers that prepare for it."""
 
 
 @contextmanager
 def armed(process: str) -> Iterator[None]:
-    """Within the block the failpoints of the environment are on in this process. Raises ConfigError
-    for one that cannot be read."""
+    """Within the block the failpoints of HETERO_FAILPOINT are on in this process. Raises
+    ConfigError if it cannot be read."""
     global hit, is_due
     before = hit, is_due
     if text := os.environ.get(VARIABLE, "").strip():

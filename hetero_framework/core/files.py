@@ -37,9 +37,9 @@ def rename(source: Path, target: Path) -> None:
 
 
 def refuse_output(path: Path, *, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
-    """Raise UserError where a command may not write `path`. Refused are: what is no file, what the
-    command reads (one of `inputs`, or in a directory of them and no picture), and, unless
-    `overwrite`, what exists. A link counts as a file, and what it leads to stays."""
+    """Raise UserError for an output `path` that exists (unless `overwrite`), is not a file, is one
+    of `inputs`, or lies in a directory of `inputs` and is no picture. A link counts as a file; its
+    target stays."""
     hint = "choose another file"
     if path.exists() and not path.is_file():  # a device or a pipe would be replaced by a file
         raise UserError(f"{path} is not a file that can be written", hint=hint)
@@ -70,8 +70,8 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 class NamingOf(contextlib.AbstractContextManager[None]):
-    """Raises the system's errors within the block as OSErrors that name `path`, also those that a
-    library in Rust reports in words alone."""
+    """Raises the system's errors within the block as OSErrors that name `path`, also errors that a
+    Rust library reports only as text."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -156,7 +156,7 @@ def replace_directory(new: Path, target: Path, old: Path, *, lasting: bool = Tru
     replaced = target.exists()
     if replaced and _exchange(new, target):
         with contextlib.suppress(OSError):
-            rename(new, old)  # not to be taken for the new one
+            rename(new, old)  # `new` is now the old directory
         if lasting:
             sync_directory(target.parent)
         for replaced_one in (old, new):
@@ -184,7 +184,7 @@ def discard(directory: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two paths' names in one moment; False where the system cannot. Raises OSError."""
+    """Exchange two paths' names atomically; False where the system cannot. Raises OSError."""
     if not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None, use_errno=True)
@@ -200,8 +200,8 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def put_back(target: Path, old: Path) -> bool:
-    """Undo an interrupted `replace_directory`: rename `old` to `target` where that is missing;
-    whether it did. The caller deletes an `old` that stands beside a `target`."""
+    """Undo an interrupted `replace_directory`: rename `old` to `target` where that is missing.
+    Returns whether it did. The caller deletes an `old` that stands beside a `target`."""
     if target.exists() or not old.is_dir():
         return False
     rename(old, target)

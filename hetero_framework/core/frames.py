@@ -90,8 +90,8 @@ Shapes = tuple[tuple[DType, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """A tensor as it travels. `data` is one row of little-endian bytes, which may not change until
-    the message is sent. The tensor is checked when its message is encoded."""
+    """A tensor as it travels. `data` is a flat view of little-endian bytes, which may not change
+    until the message is sent. The tensor is checked when its message is encoded."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -181,7 +181,7 @@ def _elements(header: bytes) -> int:
 
 
 def field_bytes(header: bytes) -> int:
-    """About the most that the values of a header take in memory."""
+    """A rough upper bound of the memory that the values of a header take, in bytes."""
     if len(header) <= _SHORT_HEADER_BYTES:
         return _SHORT_HEADER_BYTES + 16 * len(header)
     return 96 * _elements(header) + 8 * len(header)

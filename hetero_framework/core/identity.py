@@ -1,4 +1,4 @@
-"""The identity of a process in a cluster, as its certificate says it. Pure."""
+"""The identity of a process in a cluster, as its certificate states it. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hetero_framework.core.fields import WorkerId
 
 @dataclass(frozen=True)
 class ClusterKind:
-    """The names of processes in one kind of cluster. The `keeper`'s machine has the authority, and
-    its id is "local"; a `member` has a name of its own."""
+    """The names of processes in one kind of cluster. The `keeper` has the id "local", and its
+    machine has the authority. A `member` has a name of its own."""
 
     keeper: str
     member: str
@@ -62,7 +62,7 @@ class Identity:
 
     @property
     def keeps(self) -> bool:
-        """Whether its machine has the authority: its word on certificates counts."""
+        """Whether this is the keeper, whose word on certificates counts."""
         return self.process == "local"
 
     @property

@@ -234,8 +234,8 @@ class Link:
     # ---- writing
 
     def _queue_or_write(self, outgoing: Outgoing, urgent: bool = False) -> bool:
-        """Queue a frame; whether all of it is written. When nothing is before it, its beginning is
-        written at once, so that a small frame needs no writer. `_lock` is held."""
+        """Queue a frame, and return whether all of it is written. If nothing is before it, its
+        beginning is written at once: a small frame needs no writer. `_lock` is held."""
         idle = self._queue.idle
         self._queue.add(outgoing, urgent)
         may_go = idle and self._may_go(outgoing) and not self._pause_s(outgoing)
@@ -246,7 +246,7 @@ class Link:
         return not outgoing.left
 
     def _fail_half_way(self, outgoing: Outgoing) -> bool:
-        """Write half of a frame and hit its failpoint, if that is due; whether it was."""
+        """Write half of a frame and hit its failpoint, if that is due. Returns whether it was."""
         assert outgoing.boundary is not None
         name = f"{outgoing.boundary.spec.name.lower()}-half"
         if not failpoints.is_due(name):
@@ -257,7 +257,7 @@ class Link:
 
     def _write_now(self, outgoing: Outgoing, room: int) -> bool:
         """Write the bytes of a frame that are ready, at most `room`, as far as the system takes
-        them without waiting; whether none of them is left. A complete frame leaves the queue."""
+        them without waiting. Returns whether none is left. A complete frame leaves the queue."""
         if self._dead:
             return True
         began = time.perf_counter()
@@ -591,7 +591,7 @@ class Link:
         return True
 
     def _pass_on(self, relay: Relay) -> bool:
-        """Read the tensor bytes and pass them on as they come; whether all came."""
+        """Read the tensor bytes and pass them on as they come. Returns whether all came."""
         buffer, began, got = relay.begin(), time.perf_counter(), 0
         while got < len(buffer):
             size = _segment_bytes(got, began, _PASSED_ON)
@@ -639,7 +639,7 @@ class Link:
         return True
 
     def _fill_piece(self, view: memoryview) -> int:
-        """Receive some tensor bytes, at most up to the next mark; how many. 0 at our own end."""
+        """Receive tensor bytes up to the next mark at most. Returns how many; 0 if closed by us."""
         if not self._piece_left and not self._read_mark():
             return 0
         count = self._incoming.fill_some(view[: self._piece_left])

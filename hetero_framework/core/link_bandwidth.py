@@ -27,7 +27,7 @@ _ASKS_TRIPS = 4
 _FASTER = 1.05
 """Factor on the rate at which the last frames arrived: the network may have become faster."""
 _SOONER_S = 0.005
-"""How early the next frame may begin before the last one has arrived."""
+"""How long before the last frame has arrived the next frame may begin."""
 _CATCHES_UP_S = 0.002
 """The most that a writer catches up after it woke up late."""
 _MOST_PAUSE_S = 1.0
@@ -36,14 +36,14 @@ _LEAST_S = 0.010
 """A frame that takes less is not held back."""
 _FASTEST = 2e8
 """Bytes per second. A faster network has empty buffers before a waiting writer wakes up."""
-_FRAMES = 8  # the last ones, whose rates count
+_FRAMES = 8  # how many of the last frames' rates count
 
 
 class SendPacing:
     """Has a link write its large frames at about the rate that the receiver reports. Bytes that are
     written faster than the network takes them wait in a switch in between. Behind them waits every
-    message of the link: signals, and TCP's confirmations of the other direction. Not thread-safe.
-    `clock` is in seconds."""
+    message of the link: signals, and TCP's acknowledgements for the other direction. Not
+    thread-safe. `clock` is in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -55,7 +55,7 @@ class SendPacing:
 
     def heard(self, rate: float, *, alone: bool) -> None:
         """Take the `rate` in bytes per second at which the last frame arrived. A frame that shared
-        a network interface sets no rate: each frame would be slower than the last."""
+        a network interface sets no rate, or each frame would be slower than the last."""
         if not (math.isfinite(rate) and rate > 0):
             return
         self._all.append(rate)
@@ -84,10 +84,10 @@ class SendPacing:
 
 
 class LinkBandwidth:
-    """The turns and the rate of one link.
+    """Decides the turns and the rate of one link's large frames.
 
     `say` sends a signal and `wake` wakes the writer; both are called with the link's `lock` held.
-    Methods that need the lock held say so. The reader thread reports what the peer sends.
+    Methods that need the lock held say so. The reader thread reports the peer's frames and signals.
     """
 
     def __init__(

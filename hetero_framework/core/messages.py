@@ -96,9 +96,9 @@ class Greeting(Body):
 class Hello(Greeting):
     """Coordinator to worker, first of a connection: who I am, which worker I mean, and the largest
     frame that either side may send. Answered by WELCOME or REJECT. `epoch` counts the connections
-    of a coordinator's `process` (a random id); an older epoch comes too late. `session` is what it
-    wants the worker for. `name` is what people call a training; of other sessions a worker keeps
-    nothing when the link breaks."""
+    of a coordinator's `process` (a random id); an older epoch comes too late. `session` is what the
+    coordinator wants the worker for. `name` is what people call a training. Of another session a
+    worker keeps nothing when the link breaks."""
 
     run_id: str
     worker_id: WorkerId
@@ -174,7 +174,7 @@ class LoadedStage:
 
 @message(5, WORKER, long=True)
 class Ready(Body):
-    """Worker to coordinator, answers SETUP: its stages are loaded. For each, the trainable
+    """Worker to coordinator, answers SETUP: its stages are loaded. For each stage, the trainable
     parameters with their index in the whole model, and which weights it read. Answered by START."""
 
     stages: tuple[LoadedStage, ...]
@@ -245,7 +245,7 @@ class Step(OfStep):
     """The gradients of other replicas are added before norms are taken: GRADIENTS comes first, and
     LOAD_STATE for each stage."""
     first_micro_batch: int
-    """Random numbers are those of a step in which so many micro-batches come before these."""
+    """Random numbers are drawn as if this many micro-batches of the step came before these."""
     in_flight_limits: tuple[int, ...]
     """How many forwards each stage of the run may store."""
     tasks: tuple[int, ...]
@@ -257,7 +257,7 @@ class Step(OfStep):
     receives: tuple[int, ...]
     """The order of the tensors that the worker receives, in the same form."""
     order_timeout_s: Patience
-    """A task or tensor that is ready out of turn waits so long for the one whose turn it is."""
+    """How long a task or tensor that is ready out of turn waits for the one whose turn it is."""
     direct: tuple[int, ...]
     """The boundaries (number of the stage before each) whose tensors go straight to the other
     worker."""
@@ -395,7 +395,7 @@ class Gradients(OfStep):
     one tensor for each name; parameters without one are left out. `last` marks the last part. In a
     `summed` step these are all gradients, and LOAD_STATE of the kind `gradients` answers with the
     sums; gradients that are final before the last backward may come early, also as part 0. In other
-    steps they are those of its `ties`, and the stages of the sources get the sums."""
+    steps these are the gradients of its `ties`, and the stages of the sources get the sums."""
 
     stage: int
     part: int
@@ -491,8 +491,8 @@ class LoadState(Body):
     """Coordinator to worker: part `part` of state that a stage takes over. `checkpoint`: as STATE
     gave it. `adapter`: the tensors of an adapter file. `tied weights`: weights of other stages, by
     source, for its targets. `weights`: some parameters, whose optimizer goes on as it is. Within a
-    step, `gradients`: those of all replicas together; `tied gradients`: the sums of those of
-    targets on other stages. Answered by STATE_LOADED."""
+    step, `gradients`: sums over all replicas; `tied gradients`: sums over targets on other stages.
+    Answered by STATE_LOADED."""
 
     stage: int
     kind: LoadKind
@@ -557,9 +557,9 @@ class Heartbeat(Signal):
 @message(42, EITHER)
 class AskTurn(Signal):
     """The sender has a large frame of `frame_bytes`, which waits for TURN, at most 5 seconds.
-    `lane` is a number as in STEP's `sends`. Asked again, it has waited long for another frame's
-    turn. With 0 bytes it answers a TURN for which no frame comes now. May come between pieces of a
-    frame."""
+    `lane` is a number as in STEP's `sends`. A second ASK_TURN says that it has waited long for
+    another frame's turn. An ASK_TURN of 0 bytes answers a TURN for which no frame comes now. May
+    come between pieces of a frame."""
 
     frame_bytes: int
     lane: int
@@ -568,8 +568,8 @@ class AskTurn(Signal):
 @message(43, EITHER)
 class Turn(Signal):
     """To the sender of large frames: with `granted` the frame that it asked for may come, as no
-    other one fills the network here. While `alone` it need not ask: no other peer sends any. May
-    come between pieces of a frame."""
+    other frame fills the network here. While `alone` the sender need not ask: no other peer sends
+    large frames. May come between pieces of a frame."""
 
     granted: bool
     alone: bool

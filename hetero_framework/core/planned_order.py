@@ -1,4 +1,4 @@
-"""A planned order of tasks or tensors, and the wait of those that are ready out of turn.
+"""A planned order of tasks or tensors, and the wait of items that are ready out of turn.
 
 A lane is all tasks of one kind at one stage, or the tensors that these tasks need. It has one item
 per micro-batch of a step, in ascending order. A PlannedOrder says which lane has the next turn.

@@ -28,7 +28,7 @@ VOID = b"\xff" * CHECKSUM_BYTES
 """In place of a checksum: the frame was given up on its way; the receiver drops it."""
 Buffer = bytes | memoryview
 EARLY_BYTES = 1 << 14
-"""Bytes of a relayed frame that must be here before it is begun: then its source does send."""
+"""Bytes of a relayed frame that must be here before it begins: they show that its source sends."""
 _MARK = memoryview(GOES_ON)
 _ZEROS = memoryview(bytes(1 << 20))
 
@@ -62,7 +62,7 @@ class Outgoing:
         self._marks = marks_in(tensor_bytes) if tensor_bytes > PIECE_BYTES else 0
         self._first = len(buffers[0]) + PIECE_BYTES  # bytes in front of the first mark
         self._unlaid = len(buffers[0]) + tensor_bytes  # bytes that are not in `_pending` yet
-        self._piece = self._first  # of them in front of the next mark
+        self._piece = self._first  # those of them in front of the next mark
         self.nbytes = self._unlaid + self._marks + CHECKSUM_BYTES
         self.left = self.nbytes
         self.done = done
@@ -174,8 +174,8 @@ class Outgoing:
         return front
 
     def _hash_some(self, room: int) -> None:
-        """Hash at most `room` bytes and make them ready to be written, behind the last of them the
-        checksum. They are in the processor's cache then."""
+        """Hash at most `room` bytes and make them ready to be written, while they are in the
+        processor's cache. The checksum follows the last bytes."""
         if self._hasher is None:
             return
         while self._raw and room:
@@ -204,8 +204,8 @@ class Outgoing:
         self._pending.extendleft(reversed(rest))
 
     def wrote(self, segment: deque[memoryview], sent: int) -> bool:
-        """Count the first `sent` bytes of `segment` as written and put the rest back; whether there
-        is no rest."""
+        """Count the first `sent` bytes of `segment` as written and put the rest back. Returns
+        whether there is no rest."""
         drop_sent(segment, sent)
         self.left -= sent
         self.put_back(segment)

@@ -79,9 +79,9 @@ def _order() -> Moves:
         Phase.READY: {m.Start: Phase.IDLE, m.Setup: Phase.LOADING},
         Phase.IDLE: {m.Step: Phase.STEP, m.Abort: Phase.ABORTING, m.Setup: Phase.LOADING},
         Phase.STEP: {m.GradientNorms: Phase.COLLECTED, m.Abort: Phase.ABORTING},
-        # STEP with `train` false leads here, by the one rule that no type of message tells. An
-        # evaluation differs from a training step: the last LOSS ends it, which looks like others,
-        # so that all that is legal between steps is legal here. Nothing of it is committed.
+        # STEP with `train` false leads here: the one rule that a message's type does not tell. The
+        # last LOSS ends an evaluation but looks like any other LOSS, so all that is legal between
+        # steps is legal here, too. Nothing of it is committed.
         Phase.EVALUATION: {m.Step: Phase.STEP, m.Abort: Phase.ABORTING},
         # COMMITTED is not awaited: the next step may have begun when it comes.
         Phase.COLLECTED: {m.Commit: Phase.IDLE, m.Abort: Phase.ABORTING},
@@ -180,8 +180,8 @@ class Session:
             self._following(body, self.peer, f"the {self.peer} sends")
 
     def receive(self, message: Message) -> bool:
-        """Record that `message` came; whether it is to be handled. A message that was sent before
-        the peer had read our BYE or REJECT is not."""
+        """Record that `message` came, and return whether to handle it: not if it was sent before
+        the peer had read our BYE or REJECT."""
         if isinstance(message.body, OtherVersion):
             raise message.body.error()
         return self._advance(message, self.peer, f"the {self.peer} sent")

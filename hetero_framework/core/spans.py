@@ -56,9 +56,9 @@ def is_span(span: dict[str, Any]) -> bool:
 
 
 class Recorder:
-    """The spans of one process; thread-safe. Recorded are the `steps` training steps after the
-    first, which is not typical (-1: all, the first too), and later steps whose number `every`
-    divides (0: none). At most `limit` spans are kept until they are taken."""
+    """The spans of one process; thread-safe. It records the `steps` training steps after the first,
+    which is not typical (-1: all, the first too), and later steps whose number `every` divides (0:
+    none). At most `limit` spans are kept until they are taken."""
 
     def __init__(self, steps: int, every: int = 0, *, limit: int = 200_000) -> None:
         self.steps, self._every = steps, every

@@ -44,20 +44,21 @@ class Stream(Protocol):
         """The address of the other end, for messages."""
 
     def set_tick(self, seconds: float) -> None:
-        """No `read` or `write` waits longer than this."""
+        """Set the longest time that a `read` or `write` waits."""
 
     def read(self, view: memoryview, fill: bool = False) -> int | None:
         """Receive at least one byte into `view`, or with `fill` all of it if it comes within a
-        tick; how many. 0 when the peer has ended its side, None when nothing came in the tick."""
+        tick. Returns how many; 0 when the peer has ended its side, None when the tick brought
+        nothing."""
 
     def write(self, buffers: deque[memoryview]) -> int:
-        """Hand the first bytes of `buffers` to the system; how many. 0 when the tick is over."""
+        """Hand the first bytes of `buffers` to the system. Returns how many; 0 after a tick."""
 
     def try_write(self, buffers: deque[memoryview], room: int) -> int:
         """`write` at most `room` bytes without waiting. 0 for an error: `write` meets it again."""
 
     def end_writes(self) -> None:
-        """Nothing more will be written; the peer reads all that was."""
+        """End the writing side. The peer still reads all that was written."""
 
     def abandon(self) -> None:
         """Make `close` drop unsent bytes, so that a peer that can be reached hears of the end at
@@ -108,7 +109,7 @@ class PlainStream:
         return sorted(s[:2] for s in (self._socket.getsockname(), self._socket.getpeername()))
 
     def become_local(self) -> None:
-        """Note that the stream passes no network interface."""
+        """Record that the stream passes no network interface."""
         self.local = True
         with contextlib.suppress(OSError):
             self._hold_unsent(_LOCAL_UNSENT_BYTES)

@@ -35,8 +35,8 @@ def to_wire(tensor: torch.Tensor) -> WireTensor:
     shape = tuple(tensor.shape)
     if tensor.numel() == 0:
         return WireTensor(name, shape, memoryview(b""))
-    # Viewed as uint8, because numpy has no bfloat16. Each torch call here delays a hop: after a
-    # stage's work, torch's code is no longer in the processor's caches.
+    # Viewed as uint8, because numpy has no bfloat16. Each torch call here delays a transfer: after
+    # a stage's work, torch's code is no longer in the processor's caches.
     whole = tensor.detach()
     if not shape or whole.stride(-1) != 1 or not whole.is_contiguous():
         # A dimension of size 1 may have any stride and is contiguous, but has no view as uint8.

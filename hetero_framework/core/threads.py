@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def in_background(job: Callable[[], T], name: str) -> Future[T]:
-    """Run `job` in a daemon thread; its result or error, or that there was no thread for it."""
+    """Run `job` in a daemon thread. The future gets its result, its error, or that of no thread."""
     future: Future[T] = Future()
 
     def run() -> None:

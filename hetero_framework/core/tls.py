@@ -185,7 +185,7 @@ def _say_left(plain: Stream, deadline: float) -> None:
 
 
 def _await_left(plain: Stream, deadline: float) -> None:
-    """Wait for that byte. What is sent before it, the dialler would still take for TLS."""
+    """Wait for the byte of `_say_left`; the dialler would take anything earlier for TLS."""
     while (count := plain.read(memoryview(bytearray(1)))) is None:
         _check(deadline)
     if not count:
@@ -429,8 +429,9 @@ class TlsStream:
     def _write(
         self, buffers: deque[memoryview], room: int, send: Callable[[deque[memoryview]], int]
     ) -> int:
-        """Encrypt and send at most `room` bytes; how many count as written. Encrypted bytes go
-        first. While some are left, one byte less counts, so that the caller repeats this frame."""
+        """Encrypt and send at most `room` bytes. Returns how many count as written. Encrypted bytes
+        go first; while some are left, one byte less counts, so that the caller repeats this
+        frame."""
         if not self._send_unsent(send):
             return 0
         done, self._owed = self._owed, 0
@@ -466,7 +467,7 @@ class TlsStream:
         small.clear()
 
     def _send_unsent(self, send: Callable[[deque[memoryview]], int]) -> bool:
-        """Hand encrypted bytes to the system; whether all of them are handed over."""
+        """Hand encrypted bytes to the system. Returns whether all of them are handed over."""
         with self._lock:
             if encrypted := self._out.read():  # of the handshake, or an answer of the reading side
                 self._unsent.append(memoryview(encrypted))

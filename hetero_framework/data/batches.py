@@ -55,7 +55,7 @@ class SampleOrder:
     _drawn: tuple[int, torch.Generator] | None = field(default=None, repr=False, compare=False)
 
     mixes_epochs: ClassVar[bool] = False
-    """Whether the order of a step's samples depends on the number of steps."""
+    """Whether the order of a step's samples depends on the run's number of steps."""
 
     def __post_init__(self) -> None:
         if self.batches_per_epoch == 0:
@@ -242,7 +242,7 @@ def padded_left(batch: MicroBatch) -> MicroBatch:
 
 
 def pack(examples: Rows, indices: Sequence[int] | np.ndarray) -> MicroBatch:
-    """One row of one example after another: input_ids_1T, position_ids_1T, labels_1T, int64.
+    """One row with all examples end to end: input_ids_1T, position_ids_1T, labels_1T, int64.
 
     The tensors equal those of transformers' DataCollatorWithFlattening and TRL's `padding_free`.
     Without an attention mask, a model tells the examples apart by positions that begin at 0. The
@@ -287,6 +287,6 @@ def _own_mask(batch: MicroBatch) -> torch.Tensor | None:
 
 
 def num_items(batches: Iterable[MicroBatch], *, first: int = 1) -> int:
-    """Tokens that the loss of a step is divided by, as in the Trainer: labels from number `first`
-    of each row on that are not -100. The first label of a row has no prediction."""
+    """Tokens that the loss of a step is divided by, as in the Trainer: the labels other than -100,
+    from number `first` of each row on. The first label of a row has no prediction."""
     return sum(int(batch["labels"][..., first:].ne(IGNORE_INDEX).sum()) for batch in batches)

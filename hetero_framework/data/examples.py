@@ -60,8 +60,8 @@ class StreamedRows(ABC):
 @dataclass(frozen=True)
 class Examples:
     """All rows end to end. ids: int32 [tokens]. trained: bool [tokens], true where the token is a
-    label. offsets: int64 [rows + 1], where row i is ids[offsets[i]:offsets[i + 1]]. targets:
-    float32 [examples, numbers of each], numbers to be learned beside the tokens, if any."""
+    label. offsets: int64 [rows + 1]; row i is ids[offsets[i]:offsets[i + 1]]. targets: float32
+    [examples, targets of an example], numbers to be learned beside the tokens, if any."""
 
     ids: np.ndarray
     trained: np.ndarray

@@ -82,8 +82,8 @@ _UNSPACED = re.compile(
     r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\ua4cf\uf900-\ufaff\uff00-\uffef]"
 )
 _MESSAGES = ("messages", "conversations")
-# Names of fields that hold a part of the text to be learned: a field is used, repeats a used one,
-# or is refused. Then names of fields that weigh examples, and of fields that hold tokens.
+# Names of fields with a part of the text to be learned: such a field is used, repeats a used field,
+# or is refused. Then names of fields that weigh examples, and of fields with tokens.
 _PART = re.compile(
     r"(user_)?(prompt|question|query|instructions?|inputs?)|problem|context|history|messages"
     r"|conversations?|dialog(ue)?|system(_(prompt|message|instructions?))?|tools|functions"
@@ -144,7 +144,7 @@ def detect_format(fields: dict[str, Any], where: str, text_field: str) -> str:
 
 
 def columns_hint(fields: Collection[str], *layouts: Sequence[str]) -> str:
-    """A hint: the data.columns that give these fields all names of one of the layouts."""
+    """A hint with the data.columns that rename these fields to all names of one layout."""
     for names in layouts:
         found: dict[str, str] = {}
         for name in sorted(names, key=lambda name: name not in fields):
@@ -297,7 +297,7 @@ class Formatter:
         return self._pairs(pairs)
 
     def note_prompt(self, prompt: str, answers: Sequence[str], where: str) -> None:
-        """Add a remark if there is no prompt, all answers begin with it, or one touches it."""
+        """Add a remark if the prompt is empty, begins all answers, or touches an answer."""
         text = prompt.strip()
         if all(answer.lstrip().startswith(text) for answer in answers):
             what = "the answers begin with the prompt, which is read twice"
@@ -478,9 +478,9 @@ _FORMATS: dict[str, Callable[[Formatter, list[Record]], list[Tokens]]] = {
 
 
 def parts(record: Record, used: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """Fields with a part of the text that are not used, and whether each repeats the used fields.
-    It does if all its texts are in the used fields that ask (of messages also in answers), or if it
-    is one text that holds the whole example."""
+    """Unused fields with a part of the text, and whether each repeats the used fields. It does if
+    all its texts are in the used fields of the prompt (texts of messages also in the answer), or if
+    it is one text that holds the whole example."""
     for name in filter(_PART.fullmatch, record.fields):
         if name in used or is_blank(record.fields[name]):
             continue

@@ -144,7 +144,7 @@ class _Marker:
 
 
 def _shape(chat: Conversation) -> Any:
-    """All of a conversation but its texts, which decides what a template leaves out."""
+    """All of a conversation but its texts. It decides what a template leaves out."""
     messages = tuple(
         (
             message["role"],

@@ -453,8 +453,8 @@ class Reader:
         return corpus
 
     def look_at(self, samples: Rows) -> None:
-        """Check the ids of the first `most` samples, if `most` is set. In a run a sample is checked
-        when it is taken: a corpus is too large to be read first."""
+        """Check the ids of the first `self.most` samples, if that is set. A run checks a sample
+        when it takes it, since a corpus is too large to be read first."""
         for number in range(min(self.most or 0, len(samples))):
             samples[number]
 

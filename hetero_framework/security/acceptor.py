@@ -1,8 +1,8 @@
 """Accepts connections, a few at a time, and authenticates them.
 
 A stranger is a connection that is not authenticated yet. There are at most MAX_STRANGERS; one more
-replaces a stranger of the address that has most of them. Each TLS handshake has a thread of its
-own, so nothing waits for a slow one.
+replaces a stranger of the address that has the most. Each TLS handshake has a thread of its own, so
+nothing waits for a slow one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Stranger:
 
     @property
     def group(self) -> str:
-        """The address without the port; for IPv6 the network: one machine has all of it."""
+        """The address without the port; for IPv6 its /64, all of which one machine may use."""
         address = addresses.parsed(self.peer.rpartition(":")[0])
         if isinstance(address, IPv6Address):
             plain = address.ipv4_mapped
@@ -134,7 +134,7 @@ class Acceptor:
             self._admit(stranger)
 
     def _most_of_one(self) -> _Stranger:
-        """Remove and return a random stranger of the address that has most of them."""
+        """Remove and return a random stranger of the address that has the most strangers."""
         counts = Counter(stranger.group for stranger in self._strangers.values())
         [(most, _)] = counts.most_common(1)
         every = [key for key, other in self._strangers.items() if other.group == most]
@@ -161,7 +161,7 @@ class Acceptor:
             self._refuse(stream)  # gone before it could be greeted, or no thread or memory for it
 
     def _failed(self, stranger: _Stranger, error: BaseException | None) -> None:
-        """A handshake ended with an unexpected error, or had no thread."""
+        """Handle the end of a handshake with an unexpected error, or without a thread."""
         if error is not None:
             _log.error("cannot admit %s: %r", stranger.peer, error)
             self._refuse(stranger.plain)

@@ -47,8 +47,8 @@ class Plaintext:
             )
 
     def arguments(self, processes: Iterable[WorkerId]) -> list[str]:
-        """The command line that gives workers of this machine the same access. Workers without a
-        key get one where the authority is here."""
+        """The options that give workers of this machine the same access. If the authority is here,
+        workers without a key get one."""
         return ["--insecure-plaintext"] if self.everywhere else []
 
     def dialled(self, stream: Stream, process: WorkerId) -> Stream:
@@ -142,21 +142,21 @@ def _other(actual: Identity, expected: Identity) -> str:
 
 @dataclass(frozen=True)
 class KeyOptions:
-    """Options of the command line. `directory`: of the keys, if not beside the configuration."""
+    """Options of the command line. `directory` has the keys, if not beside the configuration."""
 
     directory: Path | None = None
     insecure: bool = False
 
 
 def key_directory(config: Config, options: KeyOptions | None = None) -> KeyDirectory:
-    """Where this machine's keys for this configuration are, if it has any."""
+    """The directory for this machine's keys; it may be absent."""
     directory = options.directory if options is not None else None
     return KeyDirectory((directory or config.base_dir / FOLDER).absolute())
 
 
 def access_of(config: Config, process: WorkerId, options: KeyOptions | None = None) -> Access:
-    """The access of "local", the coordinator, or a worker. Raises IdentityError when it needs keys
-    and has none, or they are damaged."""
+    """The access of a worker or of "local", the coordinator. Raises IdentityError when it needs
+    keys and has none, or they are damaged."""
     keys, workers = key_directory(config, options), [worker.id for worker in config.workers]
     access = _access(keys, process, workers, options or KeyOptions(), LOOPBACK_ONLY)
     if access is not LOOPBACK_ONLY:

@@ -51,7 +51,7 @@ def read_authority(keys: KeyDirectory) -> Authority:
 
 
 def ensure_authority(keys: KeyDirectory) -> tuple[Authority, bool]:
-    """The authority, which is made with its keeper's key where absent; whether it was made."""
+    """The authority, made with its keeper's key if it is absent, and whether it was made."""
     with keys.locked():
         if new := not keys.has_authority:
             if keys.processes():

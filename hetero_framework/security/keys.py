@@ -137,8 +137,9 @@ class KeyDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Be the one process that changes keys here, and those of islands. Makes the directory, and
-        finishes or clears away what a crash has left. Must not be nested. Raises IdentityError."""
+        """Within the block, only this process changes keys here and of islands. Makes the
+        directory, and finishes or removes what a crash has left. Must not be nested. Raises
+        IdentityError."""
         with _explained(self.path):
             for folder in self._folders():
                 _prepare(folder, named=self._outer.name == FOLDER)

@@ -98,7 +98,7 @@ def _parts(table: Any) -> Iterator[Any]:
 
 
 def _length(column: Any) -> int:
-    """About the bytes of a column as JSON. A text that several rows share counts in each row."""
+    """Approximate bytes of a column as JSON. A text that several rows share counts in each row."""
     import pyarrow
     import pyarrow.compute as pc
 
