@@ -39,8 +39,8 @@ that schema by `python docs/generate.py`.
   current directory.
 - Only `coordinator` and `shard_plan` are required, and `workers` for plans that name any;
   training also needs `model` and `data`.
-- A setting that has no effect, such as `beta` with the objective sft, is named by `hetero check`
-  and before the run, with what it counts with.
+- `hetero check` and each run, before it begins, name settings that have no effect, such as `beta`
+  with the objective sft, and the settings with which they would have one.
 - Any setting can be replaced for one run: `hetero train --set training.learning_rate=1e-4`.
 - The column "on resume" tells what happens when the checkpoint was written with another value:
   "refused", since the result would be another; or "reported": both values are shown, and the run

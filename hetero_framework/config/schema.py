@@ -1343,8 +1343,8 @@ class Config(WholeFile):
         raise ConfigError(f"there is no worker {shown(worker_id)}; the configuration has: {known}")
 
     def require(self, *sections: str, name: str = "") -> None:
-        """Raise ConfigError when one of `sections` ("model", "data") is absent, or the data or
-        tokenizer, which Python's `train` may be given. `name`: the configuration's, for errors."""
+        """Raise ConfigError when one of `sections` ("model", "data"), needed data or a needed
+        tokenizer is absent. `name` is the configuration's, for errors."""
         missing = [name for name in sections if getattr(self, name) is None]
         if missing:
             names = " and ".join(f'"{name}"' for name in missing)

@@ -24,9 +24,8 @@ _FULL = 0.8
 other end. On a full interface other frames may be the reason."""
 _AHEAD_BYTES = 384 * 1024
 _AHEAD_S = 0.010
-"""The next frame is let go when the lesser of both is left of a frame, since the signal for it
-waits behind a piece and the system's buffers. More bytes would meet in a switch, which may drop
-some."""
+"""The next frame is let go when the lesser of both is left of a frame: its signal waits behind a
+piece and the system's buffers. More bytes would meet in a switch, which may drop some."""
 _PROBE = 256
 """Every 256th frame that would have to wait goes beside the others: together they show whether the
 interface has become faster than is known. Every 16th made steps 3 to 5 % longer."""
@@ -152,8 +151,8 @@ class LinkSlot:
     def begin(
         self, nbytes: int, lane: Lane | None = None, *, waits: bool = True, insists: bool = False
     ) -> bool:
-        """Begin a frame if it may go now, and return whether it may. If not, the frame waits: call
-        this again when `go` is called or `left_s` is over, or give it up with `end`.
+        """Begin a frame if it may go now, and return whether it may. If not, it waits for `go`.
+        Call this again after `left_s`, or `end` to give up.
 
         Args:
             waits: if false, the frame goes even without room.
@@ -194,8 +193,8 @@ class LinkSlot:
         return True
 
     def awaits_room(self, lane: Lane | None = None) -> bool:
-        """Whether a frame would have to wait now; `go` is called when it no longer has to, or
-        `left_s` is over."""
+        """Whether a frame would have to wait now. If so, `go` is called when there is room; ask
+        again after `left_s`."""
         direction = self._direction
         with direction._lock:
             self._lane, self._insists = lane, False

@@ -262,8 +262,8 @@ class Device:
         return self.copies_in([tensor])[0]
 
     def copies_in(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of CPU tensors on this device, complete on return; on the CPU the tensors
-        themselves. For threads that receive; the computing thread uses the copies."""
+        """Copies of CPU tensors on this device, for the computing thread; on the CPU the tensors
+        themselves. Complete on return, except with `one_thread`: there its queue orders them."""
         return list(tensors)
 
     # Not torch.manual_seed: that seeds every device of the machine, also busy ones.

@@ -37,9 +37,9 @@ def rename(source: Path, target: Path) -> None:
 
 
 def refuse_output(path: Path, *, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
-    """Raise UserError for an output `path` that exists (unless `overwrite`), is not a file, is one
-    of `inputs`, or lies in a directory of `inputs` and is no picture. A link counts as a file; its
-    target stays."""
+    """Raise UserError if `path` exists and may not be replaced: without `overwrite`, or if it is
+    not a file, is one of `inputs`, or is in a directory of `inputs` and no picture. A link counts
+    as a file; its target stays."""
     hint = "choose another file"
     if path.exists() and not path.is_file():  # a device or a pipe would be replaced by a file
         raise UserError(f"{path} is not a file that can be written", hint=hint)

@@ -55,8 +55,8 @@ class Incoming:
         return bytes(taken[:nbytes])
 
     def fill_some(self, view: memoryview) -> int:
-        """Receive len(view) bytes, or those that come within a tick; 0 when this side has stopped
-        reading."""
+        """Receive into `view` the bytes that are ahead, else those that come within a tick. Returns
+        how many; 0 when this side has stopped reading."""
         ahead = min(len(view), self._ahead_to - self._ahead_from)
         if not ahead:
             return self._receive(view, fill=True)

@@ -88,7 +88,7 @@ class Link:
     """
 
     max_queue_bytes = 256 * 1024 * 1024
-    """`send` blocks while more than this waits to be written."""
+    """`send` blocks while the queue with its frame would be larger than this."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class Link:
             self._say(self._pings.new())
 
     def send(self, message: Message, done: Callable[[], None] | None = None) -> None:
-        """Queue a message; blocks while more than `max_queue_bytes` wait to be written.
+        """Queue a message; blocks until it fits into `max_queue_bytes`.
 
         The tensors' memory must not change until `done` is called, in whichever thread hands the
         last byte to the system, or when the link fails. Raises ProtocolError for a frame that is

@@ -47,9 +47,8 @@ class Stream(Protocol):
         """Set the longest time that a `read` or `write` waits."""
 
     def read(self, view: memoryview, fill: bool = False) -> int | None:
-        """Receive at least one byte into `view`, or with `fill` all of it if it comes within a
-        tick. Returns how many; 0 when the peer has ended its side, None when the tick brought
-        nothing."""
+        """Receive at least one byte into `view`, or with `fill` all that comes within a tick.
+        Returns how many; 0 when the peer has ended its side, None when nothing came."""
 
     def write(self, buffers: deque[memoryview]) -> int:
         """Hand the first bytes of `buffers` to the system. Returns how many; 0 after a tick."""

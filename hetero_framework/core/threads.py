@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def in_background(job: Callable[[], T], name: str) -> Future[T]:
-    """Run `job` in a daemon thread. The future gets its result, its error, or that of no thread."""
+    """Run `job` in a daemon thread. The future has its result, or its or the thread's error."""
     future: Future[T] = Future()
 
     def run() -> None:

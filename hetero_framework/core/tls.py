@@ -429,9 +429,8 @@ class TlsStream:
     def _write(
         self, buffers: deque[memoryview], room: int, send: Callable[[deque[memoryview]], int]
     ) -> int:
-        """Encrypt and send at most `room` bytes. Returns how many count as written. Encrypted bytes
-        go first; while some are left, one byte less counts, so that the caller repeats this
-        frame."""
+        """Encrypt and send at most `room` bytes; returns how many count as written. Encrypted bytes
+        go first. While some are left, one byte less counts, so the caller repeats this frame."""
         if not self._send_unsent(send):
             return 0
         done, self._owed = self._owed, 0

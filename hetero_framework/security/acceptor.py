@@ -161,7 +161,7 @@ class Acceptor:
             self._refuse(stream)  # gone before it could be greeted, or no thread or memory for it
 
     def _failed(self, stranger: _Stranger, error: BaseException | None) -> None:
-        """Handle the end of a handshake with an unexpected error, or without a thread."""
+        """Disconnect a stranger whose handshake met an unexpected error, or had no thread."""
         if error is not None:
             _log.error("cannot admit %s: %r", stranger.peer, error)
             self._refuse(stranger.plain)
