@@ -43,7 +43,7 @@ that schema by `python docs/generate.py`.
   with the objective sft, and the settings with which they would have one.
 - Any setting can be replaced for one run: `hetero train --set training.learning_rate=1e-4`.
 - The column "on resume" tells what happens when the checkpoint was written with another value:
-  "refused", since the result would be another; or "reported": both values are shown, and the run
+  "refused", since it would be another run; or "reported": both values are shown, and the run
   continues with the new one. Where it is empty, the trained result does not depend on the setting.
   Training data are compared by their tokens: other tokens are refused.
 - Names in `training` are those of `transformers.TrainingArguments` and mean the same, names in

@@ -136,7 +136,7 @@ def read_json(
 
 
 def mistaken_for(content: bytes) -> tuple[str, str] | None:
-    """(The thing stored in place of a file, a hint), by the first bytes; None for the file."""
+    """(The thing stored in place of a file, a hint), by the first bytes; None for a real file."""
     start = content[:64].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if start.startswith(_LFS_POINTER):
         return "a Git LFS pointer", "run `git lfs pull` there, or download it with `hf download`"

@@ -1551,7 +1551,7 @@ def _address_problems(
 
 def _given(config: Config, raw: dict[str, Any]) -> Iterator[str]:
     """The settings that the user has chosen, as "training.beta". A section with at least half of
-    its settings is one that a run has written: there, the settings that differ from the default."""
+    its settings was written by a run: only its settings that differ from the default count."""
     for name, section in config:
         if not isinstance(section, Section) or not isinstance(raw.get(name), dict):
             continue

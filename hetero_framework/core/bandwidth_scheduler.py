@@ -137,11 +137,11 @@ class LinkSlot:
         self._fills = self._insists = False
         self._lane: Lane | None = None  # of the frame that waits
         self._frame_rates: deque[float] = deque(maxlen=_FRAMES)
-        self._filled: deque[bool] = deque(maxlen=_FRAMES)  # whether a frame filled it, if known
+        self._filled: deque[bool] = deque(maxlen=_FRAMES)  # of each frame: left no room
         self.rate = 0.0  # bytes/s of the last frame; 0 if it was too quick to say
         self.was_alone = False  # whether that frame had the interface to itself
         self._left = self._mine = 0
-        self._since: tuple[float, int] | None = None  # time and all bytes as measuring began
+        self._since: tuple[float, int] | None = None  # as measuring began: time, all bytes
 
     def lasts_s(self, nbytes: int) -> float:
         """Expected seconds for a frame of `nbytes`; 0 when nothing is known."""

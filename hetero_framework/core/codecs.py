@@ -41,7 +41,7 @@ class Codec(ABC):
         return sum(kind.itemsize * math.prod(size) for kind, size in self.layout(shape, dtype))
 
     def encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The parts, as in `layout`; they may share the tensor's memory. Raises ConfigError."""
+        """The parts, as in `layout`; may share the tensor's memory. ConfigError if unsupported."""
         support = self.supports(tensor.dtype)
         if not support:
             raise ConfigError(f"codec {self.name}: {support.reason}")

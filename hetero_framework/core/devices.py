@@ -223,10 +223,10 @@ class Device:
     def queue_copies(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: str, *after: DeviceEvent
     ) -> tuple[DeviceEvent, DeviceEvent]:
-        """Queue copies of the second tensor of each pair into the first, on `stream`, behind its
-        earlier copies and the events `after`. Returns the events of their beginning and end. Waits
-        for nothing, unless host memory among them is not pinned. Neither tensor of a pair may be
-        freed, or changed by other work, before the end."""
+        """Queue copies of the second tensor of each pair into the first, on `stream`, behind the
+        stream's earlier copies and the events `after`. Returns the events of their beginning and
+        end. Waits for nothing, unless host memory among them is not pinned. Neither tensor of a
+        pair may be freed, or changed by other work, before the end."""
         began = DeviceEvent()
         for target, source in pairs:
             target.copy_(source)

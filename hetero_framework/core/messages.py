@@ -97,8 +97,8 @@ class Hello(Greeting):
     """Coordinator to worker, first of a connection: who I am, which worker I mean, and the largest
     frame that either side may send. Answered by WELCOME or REJECT. `epoch` counts the connections
     of a coordinator's `process` (a random id); an older epoch comes too late. `session` is what the
-    coordinator wants the worker for. `name` is what people call a training. Of another session a
-    worker keeps nothing when the link breaks."""
+    coordinator wants the worker for. `name` is what people call a training. When the link breaks, a
+    worker keeps nothing of another kind of session."""
 
     run_id: str
     worker_id: WorkerId

@@ -94,8 +94,8 @@ class Recorder:
             self._keep(self._attempt, {"kind": kind, **task, **times, **extra})
 
     def on_moved(self, peer: int | str) -> Callable[[str, Message, float, float], None]:
-        """The `on_moved` of a link to `peer`: keeps micro-batches' frames, also of the next
-        step."""
+        """The `on_moved` of a link to `peer`. It keeps spans of frames of micro-batches, also of
+        the next step."""
 
         def moved(direction: str, message: Message, began: float, ended: float) -> None:
             body = message.body

@@ -234,7 +234,7 @@ def load_data(
         pad_token_id, sentence = 0, "no padding: the samples of a micro-batch make one row"
     else:
         pad_token_id, sentence = choose_pad_token(tokenizer, vocab_size)
-    # Classifiers' rows are padded on the Trainer's side: GPT-2's positions depend on it.
+    # Classifiers' rows are padded as the tokenizer says, for GPT-2's positions, as in the Trainer.
     pads_left = reader.labels is not None and tokenizer.padding_side == "left"
     said = [*report, sentence + ", on the left" * pads_left]
     told = reader.labels, pads_left, mixture if reader.tells_sources else None

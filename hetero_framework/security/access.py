@@ -163,7 +163,7 @@ def access_of(config: Config, process: WorkerId, options: KeyOptions | None = No
         return access
     peers = [config.worker(process)] if process != "local" else config.planned_workers
     for worker in peers:
-        # The address of a worker that dials is not known yet; the one it dials counts.
+        # The address of a worker that dials is not known yet; the address that it dials counts.
         host = config.coordinator.ip if worker.dials else worker.ip
         access.check_address(host, "the coordinator" if worker.dials else f"worker {worker.id}")
     return access

@@ -86,7 +86,7 @@ def _twice(fields: Any) -> str | None:
 
 
 def _parts(table: Any) -> Iterator[Any]:
-    """Parts of the table, none longer than a row may be; None in place of a longer row."""
+    """Parts of the table, at most as long as a row may be; None stands for a longer row."""
     if len(table) <= _ROWS and sum(map(_length, table.columns)) <= MAX_LINE_BYTES:
         yield table
     elif len(table) <= 1:
