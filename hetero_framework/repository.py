@@ -1,5 +1,5 @@
-"""A Hugging Face repository's settings, read as data before any library reads them. Settings that
-would load code are refused."""
+"""A Hugging Face repository's settings, read as data before any library reads them.
+Settings that would load code are refused."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Settings under the names of other tools: the name here, or the reason why there is none.
 
 The description of a field ends with its names elsewhere. alias_settings.json has the setting to use
-"instead" of one with other values, and the "reasons" why a setting has no place here (its names are
-a regular expression). alias_names.json lists the fields of TrainingArguments, LoraConfig and
-SFTConfig that are no settings here; `python docs/generate.py` adds the fields of the installed
-versions.
+"instead" of another tool's setting with other values, and the "reasons" why settings, named by a
+regular expression, have no place here. alias_names.json lists the fields of TrainingArguments,
+LoraConfig and SFTConfig that are no settings here; `python docs/generate.py` adds the fields of the
+installed versions.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def whole_schema(root: type[File]) -> type[File]:
 
 @cache
 def with_extras(root: type[File], extras: frozenset[str]) -> type[File]:
-    """The schema with the settings of these extras. ConfigError where one cannot be imported."""
+    """The schema with these extras' settings. Raises ConfigError if one cannot be imported."""
     added: dict[str, list[type[Section]]] = {}
     own = sections_of(root)
     for part in _found("settings", extras).values():

@@ -51,8 +51,8 @@ def scopes() -> dict[str, Scope]:
 
 
 def effect_of(name: str, config: Config) -> Effect | None:
-    """The effect of a setting of this configuration, or of one with other extras; None: there is
-    none. A value other than a checkpoint's is refused for IDENTITY, and reported with the old value
+    """The effect of a setting of this configuration's schema or of the schema with all extras, or
+    None. A value other than a checkpoint's is refused for IDENTITY, and reported with the old value
     for RESULT and ROUNDING."""
     return effects(type(config)).get(name) or effects().get(name)
 

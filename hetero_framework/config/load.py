@@ -45,7 +45,7 @@ def load_config(
 
 def with_saved_plan(config: Config) -> Config:
     """The configuration. The plan that a run of this `output_dir` has saved, if any, replaces
-    "auto". Raises ConfigError for a plan that cannot be read or is not one for these workers."""
+    "auto". Raises ConfigError for a plan that cannot be read or does not fit these workers."""
     file = config.output_dir / PLAN_FILE
     if config.is_planned or not file.exists():
         return config

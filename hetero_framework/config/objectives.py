@@ -1,5 +1,4 @@
-"""The facts about objectives that the registry has: the data that each is trained on, and the class
-of its model."""
+"""The registry's facts about objectives: the data that each is trained on, its model's class."""
 
 from __future__ import annotations
 

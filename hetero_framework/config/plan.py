@@ -34,7 +34,7 @@ class PlanEntry(Section):
     """Replaces training.gradient_checkpointing for this stage. null: as training says."""
     offload: Annotated[StrictInt, with_unit("layers", ge=0)] | Literal["auto"] = 0
     """Frozen layers of this stage that stay in host memory and visit the device in the order of
-    their use. Two of them have a place there at any time, so 4 is the least that saves memory.
+    their use. The device has room for two of them at any time, so 4 is the least that saves memory.
     "auto": as few as it takes to fit the device's free memory."""
     offload_optimizer: bool | None = None
     """Replaces training.offload_optimizer for this stage. null: as training says."""

@@ -847,8 +847,8 @@ class TrainingConfig(Section):
     """Keep the stored inputs of layers that are computed again (gradient_checkpointing) in host
     memory until their backward."""
     offload_optimizer: Annotated[bool, FREE, TIMELESS] = False
-    """Keep the optimizer's states in host memory; those of a layer visit the device for the layer's
-    step. A stage of the plan may say otherwise."""
+    """Keep the optimizer's states in host memory; a layer's states visit the device for that
+    layer's step. A stage of the plan may say otherwise."""
     loss_chunk_tokens: Annotated[
         Annotated[int, with_unit("tokens", ge=2)] | Literal["auto"] | None,
         ROUNDING,

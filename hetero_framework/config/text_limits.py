@@ -1,5 +1,5 @@
-"""Values that no setting may have: characters that no name or path has, numbers beyond those of
-machines, and secrets, since the file is copied to every machine."""
+"""Values that no setting may have: secrets, control characters, numbers beyond those of machines.
+Secrets are refused because the file is copied to every machine."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class Connection:
         )
 
     def start(self) -> None:
-        """Begin to read and write. Raises NetworkError when there is no thread to be had."""
+        """Begin to read and write. Raises NetworkError when no thread can be started."""
         self.link.start()
 
     @property

@@ -628,7 +628,7 @@ class PeerResult:
 
 @message(61, WORKER)
 class Connected(Body):
-    """Worker to coordinator, answers CONNECT: for each worker, why there is no link, if so."""
+    """Worker to coordinator, answers CONNECT: for each worker, why there is no link, or null."""
 
     peers: tuple[PeerResult, ...]
 

@@ -274,7 +274,7 @@ class SendQueue:
         the first that can begin. At a mark of the begun frame an urgent frame is the next, too.
 
         Complete frames keep their order, but INPUTS pass the large frames before them. Among large
-        frames the next in the plan goes first, else the one of the least recently served lane."""
+        frames the next in the plan goes first, else the frame of the least recently served lane."""
         begun = bool(self._frames) and self._frames[0].began is not None
         if self._urgent:
             first = self._urgent[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TICK_S = 0.5
-"""Interval at which a thread in a socket call checks its deadlines, and a waiting one Ctrl-C."""
+"""Interval at which a thread checks its deadlines in a socket call, or Ctrl-C while it waits."""
 ANSWER_TICK_S = 0.1
 """Interval of the same checks where a thread waits for an answer or for another thread."""
 EXIT_TICK_S = 0.05
@@ -72,7 +72,7 @@ PROBE_S = 2.0
 PROBE_ANSWER_S = 120.0
 """Deadline for an answer to a worker that measures its link to another one."""
 KEYS_S = 20.0
-"""How long a process that changes keys waits for another one that does."""
+"""How long a process that changes keys waits for another process that does."""
 FILE_BUSY_S = 5.0
 """Windows: how long another program may hold a file open that is to be renamed."""
 

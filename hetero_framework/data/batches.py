@@ -110,7 +110,7 @@ class SampleOrder:
 
     def gathered(self, step: int) -> int | None:
         """Examples of each micro-batch of `step` (from 0) that accelerate's gather_for_metrics
-        keeps; None: all. In an epoch's last step, as many as a smaller last micro-batch has."""
+        keeps; None: all. In an epoch's last step, the number of a smaller last micro-batch."""
         rest = 0 if self.training.dataloader_drop_last else self.num_examples % self._rows
         return rest if rest and (step + 1) % self.steps_per_epoch == 0 else None
 

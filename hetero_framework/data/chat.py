@@ -140,8 +140,8 @@ class ChatRenderer:
         return ids
 
     def ids_and_mask(self, chat: Conversation) -> TokensAndMask:
-        """Token ids of a conversation and a mask of those that the loss covers: the assistant's or
-        all tokens, but none of a message of weight 0."""
+        """Token ids of a conversation and a mask of the tokens that the loss covers: the
+        assistant's or all, but none of a message of weight 0."""
         weights = [bool(message.get("weight", 1)) for message in chat.messages]
         if not self.tokenizer.is_fast and (self.assistant_only or 0 in weights):
             raise DataError(

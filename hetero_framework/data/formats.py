@@ -348,7 +348,8 @@ class Formatter:
         return prompt, dialogues
 
     def _tokenised(self, record: Record) -> Tokens:
-        """An example that is tokenised already. Raises DataError for one whose parts do not fit."""
+        """An example that is tokenised already. Raises DataError if its parts do not fit
+        together."""
         given = {
             name: record.fields.get(name) for name in ("input_ids", "attention_mask", *_LABELS)
         }

@@ -96,7 +96,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def read_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub repository. Raises DataError, also for one that is code."""
+    """The tokenizer of a folder or hub repository. Raises DataError, also if it is code."""
     repository.refuse_code(name, revision, _SETTINGS, DataError, _CODE_HINT)
     if Path(name).is_dir():
         _check_folder(Path(name))

@@ -171,7 +171,7 @@ def _issue_here(keys: KeyDirectory, authority: Authority, process: WorkerId) -> 
 
 
 def _note(keys: KeyDirectory, identity: Identity, serial: int) -> None:
-    """List a certificate before it is handed out: one that is not listed cannot be revoked. Within
+    """List a certificate before it is handed out: an unlisted one cannot be revoked. Within
     `locked`. Raises IdentityError when another authority has been made since."""
     if (now := read_authority(keys).cluster) != identity.cluster:
         raise IdentityError(

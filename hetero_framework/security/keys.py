@@ -58,7 +58,7 @@ class KeyDirectory:
     path: Path
     kind: ClusterKind = STAR
     around: Path | None = None
-    """The outer directory, for one that lies inside another."""
+    """The directory that this one lies in, if it is an islands' directory."""
 
     @property
     def of_islands(self) -> KeyDirectory:
