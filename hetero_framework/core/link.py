@@ -47,7 +47,7 @@ _AT_ONCE_BYTES = 64 * 1024
 _WRITTEN = (PIECE_BYTES, 8 * (PIECE_BYTES + 1), 0.002)
 _PASSED_ON = (1 << 14, 1 << 18, 0.001)
 """Least and most bytes of a frame per call, and the seconds that a call should take. Larger calls
-save thread switches, but a signal waits for the end of a write, and a relay for the end of a read."""
+save thread switches, but signals wait for the end of a write, and relays for the end of a read."""
 _HASHED_BYTES = 1 << 18
 """Bytes received in one call, and hashed while they are in the processor's cache."""
 _RESERVE_BYTES = 1024
