@@ -442,11 +442,12 @@ class DataConfig(Section):
 
     train: Annotated[str | tuple[_Entry, ...] | None, _ALWAYS] = None
     """Training data, needed unless Python gives train_dataset: file(s) (.json, .jsonl, .parquet,
-    .txt, .csv, .arrow), a folder of them, one saved by `datasets`, a dataset name, or Megatron's
-    .bin and .idx by their prefix, also a blend: ["0.3", "a", "0.7", "b"]. Or a list of sources:
-    [{"path": "a.jsonl", "weight": 2}, "b.jsonl"], with settings path, name, weight, max_samples,
-    split, dataset_config, format, columns. Relative paths start at this file's folder. Elsewhere:
-    train_file, train_files, train_data, dataset, dataset_name, dataset_path, datasets."""
+    .txt, .csv, .arrow), a folder of them, a folder that `datasets` saved, a dataset name, or
+    Megatron's .bin and .idx by their prefix, also a blend: ["0.3", "a", "0.7", "b"]. Or a list of
+    sources: [{"path": "a.jsonl", "weight": 2}, "b.jsonl"], with settings path, name, weight,
+    max_samples, split, dataset_config, format, columns. Relative paths start at this file's folder.
+    Elsewhere: train_file, train_files, train_data, dataset, dataset_name, dataset_path,
+    datasets."""
     mixing: Literal["concatenate", "interleave"] = "concatenate"
     """Several sources: one after another, or by turns, drawn by their weights if they have some.
     The samples' order is then drawn from all, unless train_sampling_strategy is sequential."""
