@@ -516,7 +516,7 @@ class Cluster:
     def link_workers(
         self, pairs: Iterable[tuple[WorkerId, WorkerId]]
     ) -> dict[frozenset[WorkerId], str]:
-        """Between steps: have these pairs open a link; return the reasons where that fails. Raises
+        """Between steps: have these pairs open links; return each failed pair's reason. Raises
         LinkLost."""
         return self._peers.direct.connect(pairs, timeouts.DIRECT_DIAL_S)
 

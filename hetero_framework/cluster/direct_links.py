@@ -1,7 +1,7 @@
 """Links between workers, as the coordinator knows them: one table with an entry for each pair.
 
-A lost link is dialled again between steps, each time by the other worker of the pair. Once it is
-back it serves from the next step on, since news of the old link's loss may come after news of the
+A lost link is dialled again between steps, each time by the other worker of the pair. A link that
+is back is used from the next step on, since news of the old link's loss may come after news of the
 new link.
 """
 
@@ -40,7 +40,7 @@ class _DirectLink:
 
 
 class DirectLinks:
-    """The table. `send` and `receive` are methods of `WorkerLinks`, which reports to `note`."""
+    """The table of links. `send` and `receive` are `WorkerLinks`' own, which reports to `note`."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class DirectLinks:
         second. Return the reasons if both fail. Raises LinkLost."""
         # One link per pair, also if it is listed twice: of two that cross, each end closes its own.
         wanted = list({frozenset(pair): pair for pair in pairs}.values())
-        for pair in map(frozenset, wanted):  # opened now, and not some time between steps
+        for pair in map(frozenset, wanted):  # so that `note` opens it at once
             self._links[pair] = _DirectLink(is_open=pair in self.open)
         problems: dict[Pair, list[str]] = {}
         for ordered in (wanted, [(b, a) for a, b in wanted]):

@@ -1,7 +1,7 @@
 """The worker processes of this machine, as children of a coordinator or of `hetero worker`.
 
-A worker that crashed is started again. One that ended for a reason that a restart would meet again
-is not. All end with their parent.
+A worker that crashed is started again. A worker that ended for a reason that would recur is not.
+All end with their parent.
 """
 
 from __future__ import annotations
@@ -332,9 +332,9 @@ class _Supervisor(Children):
     _printers: dict[WorkerId, threading.Thread] = field(default_factory=dict, init=False)
     _start_at: dict[WorkerId, float] = field(default_factory=dict, init=False)
     _leave_by: dict[WorkerId, float] = field(default_factory=dict, init=False)
-    """Of the workers that were told to end."""
+    """When each worker that was told to end is killed."""
     _codes: dict[WorkerId, int] = field(default_factory=dict, init=False)
-    """Of the workers that have ended for good."""
+    """Exit codes of workers that have ended for good."""
     _stop_reason: str | None = None
     _signals: int = 0
 

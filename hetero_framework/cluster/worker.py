@@ -113,7 +113,7 @@ class _Run:
 
     @property
     def is_kept(self) -> bool:
-        """Whether its coordinator is connected or may come back."""
+        """Whether the run's coordinator is connected or may come back."""
         return self.lost is None or time.monotonic() < self.lost + self.grace_s
 
     def __str__(self) -> str:
@@ -244,7 +244,7 @@ class Worker:
         self._only_run = run_id
         self._leave_by = math.inf
         self._told: str | None = None  # why it has to end
-        self._ending: str | None = None  # the reason, once it must not go on
+        self._ending: str | None = None  # the reason, once the process must not go on
         self._winds_down = False  # it ends anyway: nothing may interrupt what is left to do
         self._gone_since: float | None = None
         self._keep = keep
@@ -402,7 +402,7 @@ class Worker:
         return True
 
     def _give_up(self) -> None:
-        """Without a coordinator: free stages when its time to return is over, and end later."""
+        """Free the stages of a coordinator that stays away too long. Later, raise PeerLostError."""
         if self._leave_by < math.inf:
             self._done = True
             return

@@ -289,7 +289,7 @@ class WorkerLinks:
                 pause_s = min(2 * pause_s, timeouts.BUSY_PAUSE_S)
                 if kind == "deaf":
                     self._local.kill(worker_id)
-                # Without a kind, it was dialled to the end of `left`.
+                # An error without a kind comes when `left` is over.
                 if kind is None or time.monotonic() > deadline or self._stop.is_set():
                     lost = f"worker {worker_id} does not come back: {error.message}"
                     raise PeerAwayError(lost) from error
@@ -547,7 +547,7 @@ class WorkerLinks:
         return None
 
     def _known(self, event: HostEvent) -> HostEvent | None:
-        """Return `event` if it is for the caller; raise what it reports if it is bad news."""
+        """Return `event` if it is for the caller, else take it in here. Raises bad news."""
         if event.lost is not None:
             raise LinkLost(event.worker, event.lost)
         assert event.message is not None

@@ -124,7 +124,7 @@ class Expectation:
                 self._sizes[stage, k] = size
 
     def sent(self, attempt: int, stage: int, k: int, left: Bundle) -> None:
-        """Note that the output of `stage` for micro-batch `k` goes out: its gradient is awaited."""
+        """Note that the output of `stage` for micro-batch `k` goes out, and await its gradient."""
         forms = tuple((tuple(t.shape), t.dtype, False) for t in returning(left))
         with self._changed:
             if attempt == self._attempt:

@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from hetero_framework.config import TrainingConfig
 from hetero_framework.errors import ConfigError
 
-# The Trainer imports PEFT, bitsandbytes, datasets and pandas: half as long as the import of torch.
+# The Trainer imports PEFT, bitsandbytes, datasets and pandas, in half the time of torch's import.
 # So its rules for usual optimizers and schedules are repeated here; tests compare the two.
 _TORCH_ADAMW: dict[str, dict[str, Any]] = {"adamw_torch": {}, "adamw_torch_fused": {"fused": True}}
 _SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
@@ -51,9 +51,9 @@ def build_optimizer(
 
 
 def _keep_exceptions_apart(optimizer: Any, model: nn.Module) -> None:
-    """Keep the optimizer state of `model`'s embeddings in 32 bits, as the Trainer does. The list of
-    such exceptions in bitsandbytes is one per process, by position in an optimizer, so that stages
-    of one process would share it."""
+    """Keep the optimizer state of `model`'s embeddings in 32 bits, as the Trainer does.
+    bitsandbytes has one list of such exceptions per process, by position in the optimizer: a
+    process's stages would share it."""
     manager: Any = type(optimizer.mng)
     optimizer.mng = manager.__new__(manager)
     optimizer.mng.initialize()

@@ -45,9 +45,9 @@ _SUMS_POLL_S = 0.005
 _KNOWN_STEPS = 3
 _NO_ATTEMPT = -1
 _PATIENCE = 10.0
-"""A step hangs if nothing moves for this many times the median step,"""
+"""A step hangs if nothing moves for this many times the median step."""
 _LEAST_PATIENCE_S = 60.0
-"""but never before this many seconds."""
+"""No step hangs before this many seconds."""
 T = TypeVar("T")
 Host = StageHost | RemoteHost
 Part = tuple[int, int, api.StatePart]  # stage, part number, part
@@ -175,7 +175,7 @@ class Pipeline:
 
     @contextmanager
     def judging_outcomes(self) -> Iterator[None]:
-        """Errors within are about outcomes that the last stage's process gave: name it in front."""
+        """Put the last stage's process in front of errors within: they are about its outcomes."""
         try:
             yield
         except (NumericError, ProtocolError) as error:
@@ -304,8 +304,8 @@ class Pipeline:
     def commit(
         self, learning_rate: float, grad_scale: float, recover: Callable[[LinkLost], None]
     ) -> None:
-        """Have all hosts step their optimizers; workers are told and not waited for. From here on
-        the step is decided: `recover` mends a link over which a worker cannot be told, and calls
+        """Have all hosts step their optimizers, without waiting for workers. From here on the step
+        is decided. `recover` mends a link over which a worker cannot be told, and calls
         `repeat_commit`."""
         info = self._info
         order = Commit(info.step, info.attempt, learning_rate, grad_scale)
@@ -407,7 +407,7 @@ class Pipeline:
 
     @property
     def is_copied(self) -> bool:
-        """Whether `take` of a snapshot has not had every part yet."""
+        """Whether a snapshot has parts that `take` has not had."""
         return self._snapshot is not None
 
     def finish_snapshot(self) -> None:
@@ -571,7 +571,7 @@ class Summing:
         return self._hosts[self._loading[0][0]] if self._loading else None
 
     def has_room(self) -> bool:
-        """Always True: the links between islands carry nothing else meanwhile."""
+        """See `TakeEarly`. Always True: links between islands carry nothing else meanwhile."""
         return True
 
     def take(self, part: api.GradientPart) -> None:

@@ -260,7 +260,7 @@ class RemoteHost:
     def _ask(
         self, question: Message, answer: type[Body], is_answer: Callable[[Any], bool]
     ) -> Message | None:
-        """Send a question, again only over a new link. Returns its answer; None until it came."""
+        """Send a question once over each link. Returns its answer; None until it has come."""
         link = self._links.generation(self.id)
         known = self._questions.get(answer)
         if known is None or known.link is not link or known.message.body != question.body:

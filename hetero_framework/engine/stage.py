@@ -234,7 +234,7 @@ class Stage:
         self, micro_batch: int, *, is_one: bool = True
     ) -> AbstractContextManager[None]:
         """A context for the backward of a micro-batch: in the step's last one gradients are final.
-        Without `is_one` it has several backwards, of which only one goes through the blocks."""
+        Unless `is_one`, the micro-batch has several backwards; one goes through the blocks."""
         if micro_batch < self._info.micro_batches - 1:
             return nullcontext()
         outside = [] if is_one else [id(p) for p in self._shard.parameters_outside_blocks()]

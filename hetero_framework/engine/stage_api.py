@@ -159,8 +159,8 @@ class Snapshot(Protocol):
 
 
 class Residence:
-    """Where one stage's tensors are kept: here all on its device. A subclass may keep some in host
-    memory, and copy them to the device in time."""
+    """The place of one stage's tensors. This class keeps all on the device. A subclass may keep
+    some in host memory, and copy them to the device in time."""
 
     streams: ClassVar[bool] = False
     """Whether tensors come and go while tasks run, so that each task calls `begin` and `end`."""
@@ -225,7 +225,8 @@ class StageInterface(Protocol):
     @property
     def ties(self) -> Mapping[str, str]:
         """{target: source} of parameters here that are tied to a weight of an earlier stage, in the
-        order of places. `gradients` gives theirs, and `set_tied_weights` brings new weights."""
+        order of places. `gradients` gives the targets' gradients, `set_tied_weights` new
+        weights."""
 
     @property
     def awaits_sums(self) -> bool:

@@ -244,8 +244,8 @@ class StageHost:
     def state(
         self, stage: int, kind: StateKind, number: int, step: int | None, names: Sequence[str] = ()
     ) -> api.StatePart:
-        """Part `number` of a stage's state after `step`, or of its present weights `names`. Asked
-        for in ascending order. The caller releases it."""
+        """Part `number` of a stage's "checkpoint" after `step`, of its "export", or of its present
+        "weights" `names`. Parts are asked for in ascending order. The caller releases them."""
         live = self._executor.stage(stage)
         if kind == "weights":
             return live.weights(names, number)

@@ -236,7 +236,7 @@ class _Call:
             return coordinator.run(checkpoint, goes_on)
 
     def _cluster(self, prepared: setup.Prepared) -> Cluster:
-        """Its workers and their threads follow from the plan that was given."""
+        """The run's cluster, with the workers and threads of the plan that was given."""
         structure = introspect(prepared.model_config)
         longest_s = min(self.config.training.longest_outage_s, timeouts.REPLAN_S)
         return Cluster(
@@ -862,8 +862,8 @@ class Coordinator:
     def _losses_of_set(
         self, sums: Sequence[float], items: Sequence[int], sizes: Sequence[int]
     ) -> dict[str, float]:
-        """`loss`, `token_loss` and `perplexity` of an evaluation set; see `sample_mean` for what is
-        given."""
+        """`loss`, `token_loss` and `perplexity` of an evaluation set; arguments as for
+        `sample_mean`."""
         mean = _total(sums) / sum(items)
         of_tokens = {
             "token_loss": mean,

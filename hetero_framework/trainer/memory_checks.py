@@ -131,7 +131,7 @@ def _streaming(
 def _ways(
     here: Sequence[StageMemory], config: Config, facts: Facts, model: PretrainedConfig
 ) -> list[str]:
-    """Settings that would need less memory, the largest share first; no size already smallest."""
+    """Settings to change for less memory, the largest share first; no size that is smallest."""
     training, fact = config.training, facts[here[0].stage.owner]
     inputs = ["a smaller per_device_train_batch_size"] * (training.per_device_train_batch_size > 1)
     inputs += ["a smaller data.max_length"] * training.reads_text

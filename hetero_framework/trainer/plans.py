@@ -18,7 +18,7 @@ from hetero_framework.trainer.setup import Prepared
 
 
 def planned(config: Config, access: Access, *, resume: int | str | None, fresh: bool) -> Config:
-    """The configuration; the plan of the run that goes on, or a new plan, replaces "auto"."""
+    """The configuration, with "auto" replaced by the continued run's plan or by a new plan."""
     is_unfinished = (config.output_dir / UNFINISHED_FILE).exists() and not fresh
     if resume or config.resume_step or is_unfinished:
         config = with_saved_plan(config)

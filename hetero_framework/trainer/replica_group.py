@@ -15,15 +15,15 @@ from hetero_framework.trainer.step_outcome import StepOutcome
 from hetero_framework.trainer.train_state import TrainState
 
 CountItems = Callable[[Sequence[MicroBatch]], int]
-"""Counts the label tokens over which a step's loss is averaged."""
+"""Counts the items by which a step's loss is divided."""
 
 
 @dataclass(frozen=True)
 class StepPart:
     """This replica's part of a step. `number` is the step in the data's order, which random numbers
-    follow from. `samples` has the numbers in the data of each batch's samples. `num_items` counts
-    the step's label tokens on all replicas. With `group`, gradients are summed over the replicas,
-    and `first_micro_batch` micro-batches of other replicas come before the ones here."""
+    follow from. `samples` has the numbers of each batch's samples in the data. `num_items` counts
+    the step's items on all replicas. With `group`, gradients are summed over the replicas, and
+    `first_micro_batch` micro-batches of other replicas come before the ones here."""
 
     number: int
     batches: list[MicroBatch]

@@ -107,7 +107,8 @@ class RunCheckpoints:
     def take_over(
         self, tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], state: TrainState
     ) -> None:
-        """Give every stage another replica's tensors at `state`. Raises StagesLost."""
+        """Give every stage the tensors of another replica, and go on from its `state`. Raises
+        StagesLost."""
         held = TensorsInMemory([StatePart(dict(tensors))])
 
         def load() -> None:

@@ -238,8 +238,8 @@ def _as_its_files_hold_it(
 def _with_adapter(
     resolved: Resolved, adapter: AdapterConfig, source: ModelSource
 ) -> tuple[Resolved, AdapterPlan]:
-    """Plan the adapter, with the settings of the one that it begins with. Raises ConfigError also
-    if it would not hold all weights that begin at random."""
+    """Plan the adapter, with the settings of the adapter that it begins with. Raises ConfigError
+    also if it would not hold all weights that begin at random."""
     from hetero_framework.models.adapters.lora import explicit_settings, plan_adapter
 
     plan = plan_adapter(source.config, adapter, source.base_dir)

@@ -1,10 +1,10 @@
 """Ctrl-C and the signals that end a process: when they stop a run, and when they ask first.
 
 While steps run, a signal is a request: finish the step, save, stop. Before the first step, and at
-the second signal, KeyboardInterrupt stops the run at once. `hearing` does so from the first moment
-of a command that takes part in a run. Only Ctrl-C (SIGINT) on a terminal asks whether to save:
-SIGTERM, SIGHUP and Windows' SIGBREAK come from a shutdown, a batch system or a lost connection,
-where nobody can answer.
+the second signal, KeyboardInterrupt stops the run at once. `hearing` catches signals from the first
+moment of a command that takes part in a run. Only Ctrl-C (SIGINT) on a terminal asks whether to
+save: SIGTERM, SIGHUP and Windows' SIGBREAK come from a shutdown, a batch system or a lost
+connection, where nobody can answer.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Tuner:
         self._choices: dict[tuple[int, frozenset[int]], TunedSchedule] = {}
 
     def profile(self, direct: frozenset[int]) -> Profile:
-        """The times of stages and edges: measured, those of the plan, or else assumed."""
+        """The times of stages and edges: measured, else planned, else assumed."""
         if not self._seconds:
             return self._planned or assumed_profile(self._stages, direct)
         return make_profile(self._stages, self._seconds, self._latency_s, direct)
@@ -101,7 +101,8 @@ class Tuner:
         return self._choices[key]
 
     def observe(self, seconds: Mapping[int, StageSeconds], latency_s: Mapping[int, float]) -> None:
-        """Take in the times of a step. Times of the second step replace the first, atypical times.
+        """Take in the times of a step. The second step's times replace the first step's, which are
+        atypical.
 
         Choices are made anew after 1, 2, 4, 8, ... steps; devices and links rarely change.
         """

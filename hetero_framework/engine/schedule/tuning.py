@@ -131,8 +131,8 @@ def _limits(profile: Profile) -> list[int]:
 
 def portfolio(profile: Profile, micro_batches: int) -> tuple[Policy, ...]:
     """The policies worth trying for such a step. Over 23 planned interleaved pipelines the better
-    one of the two comes to 1.004 times the best of five policies and all limits, `due_dates` alone
-    to 1.014, `forwards_ahead` to 1.06."""
+    of the two takes 1.004 times as long as the best of five policies and all limits, `due_dates`
+    alone 1.014, `forwards_ahead` 1.06."""
     p = profile.num_stages
     if profile.num_devices == p:
         return (forwards_ahead(p),)
@@ -197,7 +197,7 @@ def _path(profile: Profile) -> tuple[list[float], list[_Gap]]:
 
 
 def _first_begins(tasks: Sequence[float], gaps: Sequence[_Gap]) -> list[tuple[float, float]]:
-    """The earliest begin of each task of the first micro-batch, and the delay per later one."""
+    """The earliest begin of each task of the first micro-batch, and its delay per later one."""
     begins = []
     begins_s = pace_s = 0.0
     for seconds, gap in zip(tasks, [*gaps, _Gap(0.0, 0.0)], strict=True):

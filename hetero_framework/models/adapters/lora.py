@@ -208,7 +208,7 @@ def _lora_config(adapter: AdapterConfig, model: PretrainedConfig) -> LoraConfig:
 
 
 def _integer(value: float) -> float:
-    """16 for 16.0, as PEFT's users write it."""
+    """A number as PEFT's users write it: 16 for 16.0."""
     return int(value) if float(value).is_integer() else value
 
 
@@ -352,8 +352,8 @@ def _embeddings(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _check_rewriting(config: PretrainedConfig, model: Any, tuner: LoraModel) -> None:
-    """Raise ConfigError where the base's weights are quantised, are tied to another weight, or are
-    stored the other way round than the initialisation takes them."""
+    """Raise ConfigError where the base's weights are quantised, tied to another weight, or stored
+    as (in, out) for an initialisation that takes (out, in)."""
     setting = "adapter.init_lora_weights"
     if stored_quantization(config) is not None:
         raise ConfigError(f"{setting}: {REWRITES_QUANTISED}", hint='set it to true or "orthogonal"')
@@ -598,7 +598,7 @@ def _local_config(plan: AdapterPlan, model: nn.Module) -> LoraConfig:
 
 
 def _file_tensors(model: nn.Module, embedding_keys: frozenset[str]) -> dict[str, torch.Tensor]:
-    state = model.state_dict()  # with it PEFT does not take biases of updates for damage
+    state = model.state_dict()  # without it PEFT takes biases of updates for damage
     peft = get_peft_model_state_dict(model, state, ADAPTER_NAME, save_embedding_layers=False)
     tensors = {PEFT_PREFIX + key: tensor for key, tensor in peft.items()}
     for key in sorted(embedding_keys):

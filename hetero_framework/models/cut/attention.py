@@ -51,8 +51,8 @@ def check_installed(name: str | None) -> None:
 
 def check_attention(config: Config, devices: Mapping[int | str, str] | None = None) -> None:
     """Raise DeviceError that names the processes with layers whose device cannot train with
-    model.attn_implementation. `devices` are names such as "cuda:0", for processes of which more is
-    known than the configuration says; "auto" is not judged."""
+    model.attn_implementation. `devices` are names such as "cuda:0", for processes whose device is
+    known; "auto" is not judged."""
     name = config.model.attn_implementation if config.model is not None else None
     if name is None:
         return

@@ -118,10 +118,10 @@ class CausalLM(ChunkedObjective):
         return dict(zip(TOKEN_METRICS, means.mean(0).tolist(), strict=True))
 
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """Counts as transformers' Trainer does. The Trainer leaves out the first label of each row,
-        which is not predicted, only where it knows the loss from the class's name, and so not for
-        `GPT2LMHeadModel`. Where it averages the means of micro-batches, micro-batches are the
-        items. Smoothed losses are divided by the same number."""
+        """Counts items as transformers' Trainer does. The Trainer leaves out the first label of
+        each row, which is not predicted, only where it knows the loss from the class's name, so not
+        for `GPT2LMHeadModel`. Where it averages the means of micro-batches, these are the items.
+        Smoothed losses are divided by the same number."""
         if averages_means(model_class(config)):
             return len
         loss = LOSS_MAPPING.get(getattr(meta_model(config), "loss_type", None) or "")
@@ -131,7 +131,7 @@ class CausalLM(ChunkedObjective):
         return self.prediction_counter(config)
 
     def prediction_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """Tokens with a label."""
+        """Counts tokens with a label."""
         first = introspect(config).ids_per_token
         return lambda batches: num_items(batches, first=first)
 
@@ -173,8 +173,8 @@ class TokenSums:
 
     @torch.no_grad()
     def look(self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> None:
-        """Add a part of a micro-batch; each row predicts its labels but the first. Raises
-        ArchitectureError where logits are not one row for each label."""
+        """Add a part of a micro-batch, without the first label of each row. Raises
+        ArchitectureError unless each label has one row of logits."""
         if logits_BSV.shape[:-1] != labels_BS.shape:
             raise ArchitectureError(
                 f"the model makes logits of {list(logits_BSV.shape)} for labels of"

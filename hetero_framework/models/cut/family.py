@@ -85,14 +85,14 @@ class Head(Protocol):
     """A kind of head; `config` is a configuration of a class that has it."""
 
     misfit: str
-    """Advice for a head whose size is not the configuration's; it follows another advice."""
+    """Advice for a head whose size is not the configuration's, appended to other advice."""
 
     def enter(self, model: ModelConfig, config: PretrainedConfig) -> None:
         """Enter what the model section says of the head into `config`."""
 
     def decided(self, model: ModelConfig, data: TrainData) -> tuple[dict[str, Any], str]:
         """The settings of the model section that the data decide, and the reason. Raises
-        ConfigError for a setting that cannot be."""
+        ConfigError for a setting that contradicts the data, DataError for unfit data."""
 
     def found(self, model: ModelConfig, config: PretrainedConfig) -> ModelConfig:
         """The model section with the head of `config`, the configuration beside an adapter."""

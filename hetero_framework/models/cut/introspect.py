@@ -108,11 +108,11 @@ class ModelStructure:
     hidden state's shape in the tiny copy, whose hidden size is `tiny_width`. A hidden state has
     `token_factor` tokens for each token of the text (ProphetNet predicts several), and
     `more_tokens` that the model adds to each row (a prompt of CPM-Ant's). A token of the text has
-    `ids_per_token` ids (`codebooks.py`). `takes_embeddings`: embeddings in place of token ids leave
-    all that blocks receive beside the hidden state unchanged. `reaches_into_blocks`: the model uses
-    weights of its blocks (to rescale them) before it runs them. `loss_counts_items`: its own loss
-    is the sum over tokens divided by `num_items_in_batch`, plus other terms. `statistics` are the
-    buffers of blocks that training changes.
+    `ids_per_token` ids (`codebooks.py`). `takes_embeddings`: what blocks receive beside the hidden
+    state is the same for embeddings as for token ids. `reaches_into_blocks`: the model uses weights
+    of its blocks (to rescale them) before it runs them. `loss_counts_items`: its own loss is the
+    sum over tokens divided by `num_items_in_batch`, plus other terms. `statistics` are the buffers
+    of blocks that training changes.
     """
 
     model_class: type[PreTrainedModel]

@@ -25,7 +25,7 @@ def register_known_masks() -> None:
 
 @contextmanager
 def knowing(mask_BS: torch.Tensor | None) -> Iterator[None]:
-    """Within the block, this thread knows the model's mask by its CPU tensor, if it has one."""
+    """Within the block, `_mask` in this thread reads this mask's CPU tensor, if it has one."""
     _known.mask_BS = getattr(mask_BS, "_hetero_host", None)
     try:
         yield
@@ -34,14 +34,14 @@ def knowing(mask_BS: torch.Tensor | None) -> Iterator[None]:
 
 
 def all_seen(like_BS: torch.Tensor) -> torch.Tensor:
-    """A mask that masks nothing, on the device of `like_BS`, with its CPU tensor."""
+    """A mask of ones on the device of `like_BS`, with a CPU tensor for `knowing`."""
     mask_BS = torch.ones_like(like_BS)
     mask_BS._hetero_host = torch.ones(like_BS.shape)  # type: ignore[attr-defined]
     return mask_BS
 
 
 def _mask(*args: Any, **settings: Any) -> torch.Tensor | None:
-    """The mask of `sdpa_mask`, which does not read the device where the mask is known."""
+    """The mask of `sdpa_mask`, made without reading the device where `knowing` has a mask."""
     known_BS, there_BS = getattr(_known, "mask_BS", None), settings.get("attention_mask")
     if known_BS is not None and there_BS is not None and there_BS.shape == known_BS.shape:
         if known_BS.all():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 
 COUNT = "batches/"
-"""Prefix of a metric's name, for the number of micro-batches that have it, where not all do."""
+"""Prefix for the number of micro-batches that have a metric, where not all have it."""
 
 
 class Predictions(Protocol):
@@ -119,8 +119,8 @@ class Objective(ABC):
     def gathered(
         self, named: Sequence[Mapping[str, torch.Tensor]], most: int
     ) -> Sequence[Mapping[str, torch.Tensor]]:
-        """The tensors for `metrics` of a step that ends an epoch. Where TRL's trainer measures only
-        the first `most` examples of each micro-batch, only theirs. Here: of all examples."""
+        """The tensors for `metrics` of a step that ends an epoch: of the first `most` examples of
+        each micro-batch where TRL's trainer measures only these, else (as here) of all."""
         return named
 
     @property
@@ -141,7 +141,7 @@ class Objective(ABC):
 
     @property
     def predicts(self) -> bool:
-        """Whether `loss` takes predictions along."""
+        """Whether `loss` takes `predictions`."""
         return "predictions" in inspect.signature(self.loss).parameters
 
     # -- counts ---------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Objective(ABC):
         """A function that counts what an evaluation's loss is divided by."""
 
     def num_chunks(self, config: PretrainedConfig, inputs: Inputs) -> int:
-        """How many pieces the loss of a micro-batch is computed in."""
+        """The number of chunks in which the loss of a micro-batch is computed."""
         return 1
 
     # -- before the run -------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from hetero_framework.models.cut.side import Call
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Layers `[start, end)`. The first shard also has all before, the last all after the layers."""
+    """Layers `[start, end)`. The first shard also has all before the layers, the last all after."""
 
     start: int
     end: int
@@ -174,7 +174,7 @@ class PassThrough(nn.Module):
     """Stands for an absent block: returns the hidden state it is given. Attributes that models read
     of their blocks stay: plain ones (`attention_type`), and tensors without memory
     (`mamba.mup_vector`). Methods that a model calls on all blocks do nothing. The modules named in
-    `reporting` can report to the model in place of the block's own (`report`)."""
+    `reporting` stay without weights, and return what `report` is given."""
 
     def __init__(self, block: nn.Module, form: BlockForm, reporting: Sequence[str] = ()) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Lender(nn.Module):
 def _lent_modules(
     block: nn.Module, prefix: str, present: Callable[[str], bool]
 ) -> dict[str, nn.Module]:
-    """The modules of a block, by path, with a `present` parameter that lies in no inner module."""
+    """The modules of a block, by path, that have a `present` parameter of their own."""
     return {
         path: module
         for path, module in block.named_modules()
@@ -408,7 +408,7 @@ def outside(
 
 
 def untie(model: Any, whole: Skeleton, rng: ShardRange, targets: Sequence[str]) -> None:
-    """Make these targets separate parameters, so that gradients add up at each place by itself, and
+    """Make these targets separate parameters, so that each place collects its own gradient, and
     take out the lent modules. All tied weights that are here keep one storage."""
     weights = {whole.ties[target]: model.get_parameter(whole.ties[target]) for target in targets}
     for target in targets:

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 Inputs = dict[str, Tensor]
 Look = Callable[[Tensor, Tensor], None]
 """Called with the logits [B, S, V] that a loss is made of, and its labels [B, S]."""
-# Compiled versions per kind of layer: training or not, sizes of one, the layer's own switches.
+# Compiled versions per kind of layer: training or not, axes of size 1, the layer's own switches.
 _COMPILED_VERSIONS = 64
 NOTHING = ReusableModules()
 _GIVEN = ("attention_mask", "position_ids", "token_type_ids")
@@ -204,7 +204,7 @@ def _read(
 def _check_read(
     report: Mapping[str, Any], config: PretrainedConfig, whole: Skeleton, checkpoint: Checkpoint
 ) -> None:
-    """Raise ModelError where transformers' `report` names tensors that it lacked, or of another
+    """Raise ModelError where transformers' `report` names tensors that are missing or have another
     shape."""
     for name, actual, expected in sorted(report["mismatched_keys"]):
         head = head_for(task_of(config))

@@ -328,7 +328,7 @@ def tiny_config(name: str, task: Task = "causal-lm") -> PretrainedConfig:
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The settings of both, merged in the configurations inside, too; `other` has the last word."""
+    """The settings of both, merged also in nested configurations. Values of `other` win."""
     merged = {**one, **other}
     for name in one.keys() & other.keys():
         if isinstance(one[name], dict) and isinstance(other[name], dict):
@@ -403,7 +403,7 @@ def _narrow(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _key_value_heads(fields: dict[str, Any]) -> dict[str, Any]:
-    """Key-value heads: as many as heads, one, or two, where the original has all, one, or some."""
+    """Key-value heads: all heads, one, or two, where the original has all, one, or some."""
     changes = {}
     for name in _KEY_VALUE_HEADS:
         groups = fields.get(name)

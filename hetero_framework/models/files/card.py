@@ -97,7 +97,7 @@ def code(text: str) -> str:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether the hub could have a repository of this name; others hold paths or markup."""
+    """Whether the hub could have a repository of this name, unlike text that holds markup."""
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII) is not None
 
 

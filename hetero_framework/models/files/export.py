@@ -105,7 +105,7 @@ def align_tokens(
     ends_as_told: bool = False,
 ) -> None:
     """Enter the tokenizer's special tokens in both configurations, as Trainer and SFTTrainer do:
-    generation also ends at the learned end. `ends_as_told`: the end token was chosen by
+    generation also ends at the tokenizer's end token. `ends_as_told`: the end token was chosen by
     `data.eos_token`, and replaces the configuration's end token."""
     from transformers.trainer_utils import align_special_tokens  # slow: it brings PEFT
 

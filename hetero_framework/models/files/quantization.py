@@ -109,9 +109,9 @@ def devices_known(config: Config, local: Collection[int | str] = ()) -> dict[int
 def check_devices(
     config: Config, model: PretrainedConfig, reasons: Mapping[int | str, str | None]
 ) -> None:
-    """Raise ConfigError that names the processes that are to hold quantised weights and cannot, or
-    that are to hold another kind than a quantised checkpoint has. `reasons` says why a device
-    cannot, as far as devices are known."""
+    """Raise ConfigError that names the processes whose device cannot hold their quantised weights,
+    or whose kind is not that of a quantised checkpoint. `reasons` says why a device cannot, as far
+    as devices are known."""
     stored = stored_quantization(model)
     problems: list[str] = []
     for owner in config.plan.owners if config.is_planned else reasons:

@@ -81,8 +81,8 @@ def read_config(source: str, revision: str | None) -> PretrainedConfig:
 
 
 def check_settings(fields: dict[str, Any], where: str) -> None:
-    """Raise ModelError for a model's settings at `where` that would load code, or that count more
-    parts than any model has: the library makes a list of the parts."""
+    """Raise ModelError for a model's settings at `where` that would load code, or for a count
+    beyond any model's: the library would make a list of that length."""
     repository.refuse_code_in(fields, where, ModelError, _CODE_HINT)
     for key, value in repository.settings_in(fields):
         if _COUNT.search(key) and isinstance(value, (int, float)) and value > _MOST_PARTS:

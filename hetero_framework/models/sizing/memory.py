@@ -120,7 +120,7 @@ class StageMemory:
         return replace(self, offload=count, weights=weights)
 
     def at(self, stage: StageSpec) -> StageMemory:
-        """The memory of another stage that is alike."""
+        """The memory of `stage`, which is like this stage."""
         resident = self.resident and replace(self.resident, stage=stage)
         return replace(self, stage=stage, resident=resident)
 
@@ -536,10 +536,10 @@ def _partly_away(
     trained: Mapping[str, tuple[int, int]],
     differentiates: bool,
 ) -> StageMemory:
-    """The stage with what its plan keeps in host memory; an `offload` of "auto" counts as 0. While
-    the optimizer steps, three groups of states are on the device, one of them perhaps of the
-    largest parameter. Three inputs of recomputed layers are on the device, in use or on their way.
-    So are the stage's input, and that of the model's last layer, whose backward follows at once."""
+    """The stage with what its plan keeps in host memory; an `offload` of "auto" counts as 0. On the
+    device are: three groups of states while the optimizer steps, one perhaps of the largest
+    parameter; three inputs of recomputed layers, in use or on their way; the stage's own input; the
+    input of the model's last layer, whose backward follows at once."""
     spec, resident = memory.stage, memory
     moves = not keeps_states(config.training.optim)
     if memory.optimizer and moves and config.offloads_optimizer(spec.index):

@@ -1,4 +1,4 @@
-"""Visitors of a device: streamed layers in slots, and groups of optimizer states."""
+"""Sizes of what visits a device: streamed layers in slots, and groups of optimizer states."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ VISITING_INPUTS = 3
 
 
 def spread(count: int, start: int, end: int) -> list[int]:
-    """`count` of the layers [start, end), with the others evenly between them: while the others
-    are computed with, there is more time for a copy."""
+    """`count` of the layers [start, end), spread evenly: each copy gets the time in which the
+    layers between them compute."""
     layers = end - start
     return [start + (2 * k + 1) * layers // (2 * count) for k in range(count)]
 
 
 def layers_in_turn(count: int, shared: int = SLOTS) -> int:
     """How many of `count` streamed layers share slots. Neighbours in the order have different
-    slots, also the last layer and the first. So with an odd count one layer has a slot for itself,
-    and with few layers each has."""
+    slots, also the last layer and the first. So with an odd count one layer has a slot to itself.
+    With few layers each has one to itself."""
     return count - count % shared if count >= 2 * shared else 0
 
 

@@ -90,7 +90,7 @@ class Comparison:
 
 def admit(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Comparison:
     """Compare before training, unless it is known to pass. Raises ArchitectureError if it fails."""
-    if family_of(config) is not None:  # the user's code may decide, which no question names
+    if family_of(config) is not None:  # the user's code may decide, which no cache key has
         return _admitted(compare(config, ranges))
     verdict = remembered(
         "cut", config, ranges, lambda: _admitted(compare(shrink(config), ranges)).verdict
@@ -426,8 +426,8 @@ class Chain:
     def forward_backward(
         self, inputs: Inputs, items: torch.Tensor, autocast: torch.dtype | None = None
     ) -> float:
-        """The loss. Gradients are left in the parameters; those of a tied weight's places are
-        summed, from the last place on."""
+        """Return the loss; leave the gradients in the parameters. A tied weight's gradients are
+        summed from its last place to its first."""
         for shard in self._shards:
             shard.model.zero_grad()
         received: Bundle = ()

@@ -24,8 +24,8 @@ from hetero_framework.models.sizing.footprint import Setting, bundle_at
 
 _log = logging.getLogger(__name__)
 
-# (rows, tokens) at which forms are counted: two numbers of each, with rows shorter and longer than
-# any, so that growth that stops (the k best of many tokens) shows; the last confirms the rule.
+# (rows, tokens) at which forms are counted, two numbers of each. Tokens are fewer and more than in
+# any data, so that growth that stops (the k best of many tokens) shows. The last confirms the rule.
 _PROBES = ((3, 2), (5, 2), (3, 1 << 21), (5, 1 << 21), (4, 37))
 _COUNTED = 3  # sizes that are counted one by one; data with rows of one length have no more
 
@@ -130,7 +130,7 @@ class _Axis:
 
 
 def _axis(sizes: Sequence[int]) -> _Axis | None:
-    """The rule that the sizes at the `_PROBES` follow; None for another rule (least of two)."""
+    """The rule that the sizes at the `_PROBES` follow; None for another rule (a minimum, say)."""
     (r, t), (r_more, _), (_, t_more) = _PROBES[:3]
     here, more_rows, more_tokens, more_of_both = sizes[:4]
     each = (r_more - r) * (t_more - t)
