@@ -70,7 +70,7 @@ class PeerLinks:
     def dial(
         self, peers: tuple[m.PeerAddress, ...], timeout_s: float, max_frame_bytes: int
     ) -> None:
-        """Open links to these workers in threads; `tell` gets the results unless `close` is
+        """Open links to these workers in threads; `tell` gets the results unless `close` comes
         first."""
         stop = self._stop
         dialled = [

@@ -44,7 +44,7 @@ def stopped_by(shown: str) -> str:
 
 class StopSignals:
     """Passes requests to end on to the worker. A request that comes both as a signal and as a line
-    counts once; a second signal means at once. `ends`: see `signals_passed_to`."""
+    counts once; a second signal asks to end at once. `ends`: see `signals_passed_to`."""
 
     def __init__(self, *, ends: bool = False) -> None:
         self._ends = ends

@@ -302,7 +302,7 @@ class _WeightFiles:
 
 
 class OutputDirectory:
-    """The directory of an artefact: the files to replace there, and the moment it changes.
+    """The directory of an artefact: decides which files are replaced, and changes all at once.
 
     A directory that is not empty is written only with `overwrite`: the files on the list of its
     artefact (`EXPORT_LIST`) are replaced, all others stay. Without a list, files there are replaced

@@ -195,10 +195,10 @@ def estimate_memory(
 ) -> list[StageMemory]:
     """Memory of every stage of `config`; loads nothing. Raises as `plan_adapter`, `introspect`.
 
-    `in_flight` are the micro-batches that each stage may store, by default `max_in_flight` (by
-    default the configuration's, else twice the stages). The last stage holds one, and no stage more
-    than a step has. `tokens` is the longest sample (default: data.max_length). Checkpointing "auto"
-    counts as none.
+    `in_flight` are the micro-batches that each stage may store, by default `max_in_flight`, else
+    the configuration's, else twice the stages. The last stage holds one, and no stage more than a
+    step has. `tokens` is the longest sample (default: data.max_length). Checkpointing "auto" counts
+    as none.
     """
     stages = config.plan.stages
     plan = plan or adapter_plan_of(config, model_config)
