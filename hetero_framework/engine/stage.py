@@ -164,8 +164,8 @@ class Stage:
     def forward_backward(
         self, micro_batch: int, inputs: Tensors, received: Bundle
     ) -> tuple[Outcome, Bundle]:
-        """On the last stage: the sum of a micro-batch's token losses / num_items (0-d, on the
-        device), and its input's gradients. In a step without a label both are 0, as in TRL."""
+        """On the last stage: a micro-batch's loss divided by num_items (0-d, on the device), and
+        its input's gradients. In a step without a label both are 0, as in TRL."""
         received = self._leaves(self._fitting(micro_batch, inputs, received))
         chunks = self._objective.num_chunks(self._shard.config, inputs)
         with self._last_backward(micro_batch, is_one=chunks == 1):
@@ -177,8 +177,8 @@ class Stage:
         return outcome, gradients_of(received)
 
     def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Outcome:
-        """On the last stage, outside training: the sum of a micro-batch's token losses (0-d), or
-        the next token of a text."""
+        """On the last stage, outside training: a micro-batch's loss, not divided (0-d), or the next
+        token of a text."""
         received = self._fitting(micro_batch, inputs, received)
         if self._decoder is not None:
             with self._running(micro_batch):

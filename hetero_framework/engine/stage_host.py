@@ -202,7 +202,7 @@ class StageHost:
 
     def commit(self, order: m.Commit, tied_weights: api.Tensors | None = None) -> api.Tensors:
         """Have the stages step their optimizers, or change nothing when repeated. Returns the new
-        weights that other stages are tied to. Raises ProtocolError without the gradients."""
+        weights that other stages are tied to. Raises ProtocolError for another attempt's order."""
         if self.last_step == order.step:
             return {}
         if not self.is_running(order.step, order.attempt):

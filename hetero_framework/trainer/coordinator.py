@@ -907,7 +907,7 @@ class Coordinator:
         return {"num_tokens": self._state.tokens} if self._objective.logs_num_tokens else {}
 
     def save(self) -> None:
-        """Write a checkpoint of this step. The run ends after _MAX_FAILED_SAVES failures."""
+        """Write a checkpoint of this step. _MAX_FAILED_SAVES failures in a row end the run."""
         error = self._checkpoints.save(self._state)
         if error is not None and self._checkpoints.failures >= _MAX_FAILED_SAVES:
             raise errors.ResourceError(error.message, hint=self._rescued(error))
