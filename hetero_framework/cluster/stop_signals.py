@@ -1,5 +1,4 @@
-"""Requests to a worker process to end: signals, and lines that its supervisor writes to its
-stdin."""
+"""Requests to a worker process to end: signals, and its supervisor's lines on its stdin."""
 
 from __future__ import annotations
 

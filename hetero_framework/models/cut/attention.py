@@ -1,5 +1,4 @@
-"""The values of model.attn_implementation that a device can train with, and reasons against the
-rest."""
+"""Attentions (model.attn_implementation) that a device can train with, and why not the rest."""
 
 from __future__ import annotations
 

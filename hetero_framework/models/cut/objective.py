@@ -1,5 +1,7 @@
-"""Objectives: what a run learns. Engine, planner, memory estimate and evaluation know an objective
-by the class `Objective` alone: a new objective needs no change in any of them.
+"""Objectives: what a run learns.
+
+Engine, planner, memory estimate and evaluation know an objective by the class `Objective` alone: a
+new objective needs no change in any of them.
 
 Shapes: B rows of a micro-batch, S tokens.
 """

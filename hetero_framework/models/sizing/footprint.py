@@ -1,10 +1,9 @@
-"""Bytes that a part of a model stores for a micro-batch, and the part's peak while it runs. They
-are counted by running the part forward and backward on tensors that have shapes and no data.
+"""Bytes that a part of a model stores for a micro-batch, and the part's peak while it runs.
 
-The part is the shard that a stage would load, with its adapter, type and loss. Nothing is read or
-computed, so the size of the model does not matter. The micro-batch is padded, since some attention
-needs a mask only then. A part that cannot run without numbers (its experts' input depends on
-them) has no footprint.
+The part runs forward and backward on tensors that have shapes and no data, so nothing is read or
+computed, and the size of the model does not matter. The part is the shard that a stage would load,
+with its adapter, type and loss. The micro-batch is padded, since some attention needs a mask only
+then. A part that cannot run without numbers (its experts' input depends on them) has no footprint.
 
 Shapes: B rows of a micro-batch, S tokens, D hidden size.
 """
