@@ -80,7 +80,7 @@ def cut_at(monkeypatch):
     """Runs take the plans of CUTS after those steps."""
 
     def changes(self: Any, cluster: Any) -> Iterator[PlanChange]:
-        prepared = self._prepared
+        prepared = self.prepared
         cut = CUTS.get(log.current_step() or 0)
         if cut and prepared.config.workers:
             other = replanned(prepared, plan_of(*cut), self.facts, "a test")
