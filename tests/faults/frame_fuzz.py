@@ -72,7 +72,7 @@ class Dice(random.Random):
 class Memory:
     """A stream that gives these bytes and then ends."""
 
-    peer = "memory"
+    peer, local = "memory", False
 
     def __init__(self, data: bytes, piece_bytes: int) -> None:
         self._data = memoryview(data)
