@@ -1,4 +1,4 @@
-"""What hosts of stages, their links and the pipeline share: troubles, events, results of a step."""
+"""Troubles, events and results of a step: what stages, their links and the pipeline share."""
 
 from __future__ import annotations
 

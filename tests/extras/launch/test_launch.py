@@ -163,7 +163,7 @@ def test_a_directory_of_others_is_never_replaced(launch, capsys):
         (("--slurm", "--compose"), "give one of --ssh, --slurm"),
         (("--sky", "--set=model.name_or_path=/opt"), "the rented machines have no /opt"),
         (("--compose", "--set=data.train=/gone.jsonl"), "/gone.jsonl, which the configuration"),
-        (("--compose", "--set=training.output_dir=/tmp/gone/run"), "it does not exist"),
+        (("--compose", "--set=training.output_dir=/gone/run"), "it does not exist"),
         (("--compose", "--set=training.output_dir=.."), "it holds the keys"),
         (("--sky",), "--resources 1=NAME:COUNT has to say which accelerator"),
         (("--slurm", f"--set=island={ISLAND}"), "the key of an island"),
