@@ -114,7 +114,7 @@ def settings(
 
 
 def train(name: str, config: dict[str, Any] | None) -> list[str]:
-    """The command; `config` is written the first time."""
+    """The arguments that train an island; `config` is written unless it is None."""
     path = RUN / f"{name}.json"
     if config is not None:
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -122,7 +122,7 @@ def train(name: str, config: dict[str, Any] | None) -> list[str]:
 
 
 def start(stack: ExitStack, name: str, arguments: list[str]) -> subprocess.Popen[str]:
-    """A process whose lines are shown with its name; it is ended behind the block."""
+    """Start `hetero` with its output in the log `name`; end it when `stack` is left."""
     log = stack.enter_context((RUN / f"{name}.log").open("a", encoding="utf-8"))
     print(f"{name}$ hetero {' '.join(arguments)}", flush=True)
     process = subprocess.Popen(

@@ -327,7 +327,7 @@ def _check_objective(name: str, told: Sequence[str], listed: str) -> str:
 
 
 def _own_device(name: str) -> str:
-    """The kind of the device `name` here, if it has no 4 bits; else `name`."""
+    """The kind of this machine's device `name` if it cannot do 4 bits; else `name`."""
     from hetero_framework.core.devices import open_device
 
     with suppress(HeteroError):  # `hetero check` reports a missing one

@@ -1,4 +1,4 @@
-"""The registry's facts about objectives: the data that each is trained on, its model's class."""
+"""The registry's facts about objectives: each one's data, and the class of its model."""
 
 from __future__ import annotations
 

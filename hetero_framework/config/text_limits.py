@@ -1,4 +1,4 @@
-"""Values that no setting may have: secrets, control characters, numbers beyond those of machines.
+"""Values that no setting may have: secrets, control characters, numbers too large for machines.
 Secrets are refused because the file is copied to every machine."""
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _known: dict[str, tuple[BundleForms, ...]] = {}
 
 class ChainConfig(PretrainedConfig):
     """The configuration of a chain. `chain` is its name in a file of --import. `forms` holds [shape
-    without B, type] of each tensor of a micro-batch, by name. `modules` is `modules_of`."""
+    without B, type] of each tensor of a micro-batch, by name. `modules` is its `modules_of`."""
 
     model_type = "chain"
 
@@ -123,8 +123,8 @@ class ChainModel(PreTrainedModel):
 
 
 def made(name: str) -> nn.Sequential:
-    """A chain for the caller alone, with the weights that the user's file makes. It is on the meta
-    device if that is torch's default. Raises ModelError."""
+    """A new chain with the weights that the user's file makes. It is on the meta device if that is
+    torch's default. Raises ModelError."""
     chain = control.named(name)
     where = f"model.chain {name!r}"
     if chain is None:
@@ -154,7 +154,7 @@ def _copied(chain: nn.Module) -> nn.Module:
 
 def modules_of(name: str) -> str:
     """A digest of a chain's modules and shapes, and of its weights unless a function makes them.
-    Files of --import that differ there have different digests. Raises ModelError."""
+    Files of --import that differ in these have different digests. Raises ModelError."""
     with torch.device("meta"):
         chain = made(name)
     shapes = [(key, tuple(t.shape), str(t.dtype)) for key, t in chain.state_dict().items()]
@@ -167,7 +167,7 @@ def modules_of(name: str) -> str:
 
 def bundles(config: ChainConfig) -> tuple[BundleForms, ...]:
     """The forms of all children's inputs in order, and of the last child's output. Raises
-    ArchitectureError for a child that does not run, or whose output cannot go elsewhere."""
+    ArchitectureError for a child that does not run, or whose output cannot cross a boundary."""
     key = config.to_json_string()
     if key not in _known:
         talk = logging.getLogger("torch._subclasses.fake_tensor")  # a traceback for each refusal
@@ -222,7 +222,7 @@ def members(value: Value) -> dict[str, Tensor]:
 
 
 def joined(tensors: dict[str, Tensor]) -> Value:
-    """The value of which these are the `members`."""
+    """The value whose `members` these tensors are."""
     return tensors[""] if tensors.keys() == {""} else tensors
 
 

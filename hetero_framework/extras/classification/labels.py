@@ -21,7 +21,7 @@ from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.files.source import ModelSource
 
 OF_TEXTS, OF_TOKENS = ("label", "labels"), ("labels", "tags", "ner_tags", "label")
-"""Fields that may hold labels: the first of them that a record has does."""
+"""Fields that may hold labels: the first field that a record has is taken."""
 _LAYOUTS = {
     "label": (("text", "text_pair", "label"), ("text", "label"), ("label",)),
     "labels": (("tokens", "labels"), ("labels",)),
@@ -54,8 +54,8 @@ class ClassLabels:
         return f"{len(self.names)} ({', '.join(names)}), {self.problem}"
 
     def number(self, value: Any, where: str) -> int:
-        """The number of a class. Raises DataError for a value that is no class, or whose data set
-        calls its classes otherwise."""
+        """The number of a class. Raises DataError for a value that is no class, or from a data
+        set with other names of classes."""
         if isinstance(value, ClassNumber) and stated_names(self.names) not in (None, value.names):
             raise DataError(
                 f"{where}: its classes are called {_listed(value.names)}, and those of the training"

@@ -4,9 +4,9 @@ A key that the schema knows by its own name, or by a name after "Elsewhere", bec
 alias_trainers.json has the other keys, "shared" keys and each program's own. "keys" maps names
 (expressions) to a setting, or to cases [value, status, settings, reason]: the first case that fits
 counts. "idle" keys need no setting, "never" keys cannot be had. "defaults" are the program's own,
-under the key or setting that they need (name, or name=value). A key of "methods" tells the method
-of a file that names none. In settings "$" is the value, "$," the list of its parts between commas,
-"*" the key. In defaults "=name*2" is twice another setting.
+each under the key or setting (name, or name=value) that it needs. A key of "methods" tells the
+method of a file that names none. In settings "$" is the value, "$," the list of its parts between
+commas, "*" the key. In defaults "=name*2" is twice another setting.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class Conversion:
     def _context(self, to: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of training beside which the settings `to` of a key are checked."""
         objective = {**self.settings, **to}.get("training.objective", "sft")
-        # Whether anything is evaluated shows at the end.
+        # Whether anything is evaluated is known only at the end.
         found: dict[str, Any] = {"eval_strategy": "steps", "objective": objective}
         if objective == "kto":
             found |= {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 2}
@@ -269,7 +269,7 @@ class Conversion:
     def _settle(self) -> None:
         """Leave out what contradicts another setting, and name what is missing."""
         has, objective = self.settings.get, self._objective
-        transformers = self.program != "axolotl"  # which evaluates by eval_strategy alone
+        transformers = self.program != "axolotl"  # axolotl evaluates by eval_strategy alone
         strategy = has("training.eval_strategy", "no" if transformers else "steps")
         if self.program == "TRL" and strategy != "no" and has("data.train"):
             self.settings.setdefault("data.eval", has("data.train"))

@@ -52,8 +52,8 @@ def export_last_checkpoint(
     best: CheckpointReader | None = None,
 ) -> Path:
     """Write the result from `best`, or else from the last checkpoint, and return its directory.
-    Raises `lost` where there is no checkpoint, and a PeerLostError that names the result where the
-    result lacks the last steps."""
+    Raises `lost` where there is no checkpoint, and, where the result lacks the last steps, a
+    PeerLostError that names the result."""
     try:
         reader = best or checkpoints.last()
         if reader is None:

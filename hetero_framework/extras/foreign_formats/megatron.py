@@ -40,7 +40,7 @@ _HEAD_BYTES = 34
 _PAIR = "the .idx belongs to another .bin, or one of the two was not copied whole"
 _CHUNK = 1 << 20  # sequences looked at together
 _SAMPLED = 256, 4096  # pieces of a .bin that its fingerprint covers, and bytes of each
-_AROUND = 6 << 16  # bytes that the system reads around a place, in all files for one document
+_AROUND = 6 << 16  # extra bytes that the system reads for one document, in all files together
 _MOST_TOUCHED = 32 << 20
 _SEPARATE_BELOW = 0.80  # a smaller part of a last epoch is shuffled by itself
 _MEANINGLESS = (
@@ -248,7 +248,7 @@ def _shuffled(values: np.ndarray, state: np.random.RandomState) -> np.ndarray:
 class _Blend:
     """Chooses the part of a blend that each sample comes from: the part that lags furthest behind
     its weight, as in Megatron's `build_blending_indices`. With `limits`, the samples of each part,
-    it does as `build_exhaustive_blending_indices`. Choices are made on demand."""
+    it chooses as `build_exhaustive_blending_indices` does. Choices are made on demand."""
 
     def __init__(self, weights: Sequence[float], limits: Sequence[int] | None = None) -> None:
         total = float(np.sum(np.array(weights, dtype=np.float64)))

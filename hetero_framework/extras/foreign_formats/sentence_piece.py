@@ -81,7 +81,7 @@ def _rules(model: Any, path: Path) -> Callable[[str], str]:
 
 
 def _checked(base: Any, rules: Callable[[str], str]) -> Any:
-    """A tokenizer class that refuses texts which the library tokenizers normalises otherwise than
+    """A tokenizer class that refuses texts whose form in the library `tokenizers` is not that of
     SentencePiece. These are rare: they have several marks on one letter in an unusual order."""
 
     def same(tokenizer: Any, text: str) -> bool:

@@ -112,8 +112,8 @@ class HostMemory(Residence):
 
 
 def admit_streaming(config: PretrainedConfig) -> None:
-    """Show that an architecture computes the same with layers that are not there all the time,
-    unless it is known to pass. Raises ArchitectureError where it fails."""
+    """Show that an architecture computes the same with layers that come and go, unless it is known
+    to pass. Raises ArchitectureError where it fails."""
 
     def tried() -> bool:
         if reason := try_streaming(shrink(config)):
@@ -127,8 +127,8 @@ def admit_streaming(config: PretrainedConfig) -> None:
 
 
 def try_streaming(tiny: PretrainedConfig) -> str:
-    """The reason why a tiny model's layers cannot be streamed; empty where they can. With layers
-    that take turns in one slot it must give the same bits as with all layers on the device."""
+    """The reason why a tiny model's layers cannot be streamed; empty where they can. The
+    model must give the same bits with one slot for all layers as with all layers on the device."""
     for recomputes in (False, True):
         try:
             with quiet_library():

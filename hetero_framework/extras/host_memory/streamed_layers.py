@@ -38,7 +38,7 @@ from hetero_framework.models.sizing.streaming import (
 )
 from hetero_framework.units import plural, size
 
-_ALIGNED_BYTES = 512  # as by torch's allocators
+_ALIGNED_BYTES = 512  # as torch's allocators align
 _BUFFER_BYTES = 16 << 20
 _LONGEST_S = 600.0
 _log = logging.getLogger(__name__)
@@ -292,7 +292,7 @@ def ends_of(delivery: Future[Ends]) -> Ends:
 
 
 def settle(deliveries: Iterable[Future[Ends]]) -> None:
-    """Wait until copies are over. Errors of copies are not raised: their frames hold the slots."""
+    """Wait until copies are over. Copies' errors are not raised: tracebacks hold the slots."""
     for delivery in wait(deliveries, _LONGEST_S).done:
         if delivery.exception() is None:
             delivery.result()[1].wait()

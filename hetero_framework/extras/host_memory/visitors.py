@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Visitors(Residence):
-    """Visiting tensors of one kind and one stage. For the stage's computing thread, and for the
+    """Visiting tensors of one kind and one stage. Used by the stage's computing thread, and by the
     thread that runs its backward meanwhile."""
 
     def __init__(self, device: Device) -> None:

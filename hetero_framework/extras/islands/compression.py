@@ -24,7 +24,7 @@ Packed = dict[str, list[Tensor]]
 # Longer blocks than on the wire between stages: the rounding error beside a large value is sent
 # with the next change, and small numbers are more frequent, so that Huffman's code saves more.
 _CODECS: dict[Kind, Codec] = {"none": CODECS["none"], "bf16": CODECS["bf16"], "int8": Int8(256)}
-_RAW_DEFLATE = -15  # zlib's wbits of a stream without header and checksum, which frames have
+_RAW_DEFLATE = -15  # zlib's wbits of a stream without header and checksum: frames have theirs
 
 
 class Compression:
@@ -56,7 +56,7 @@ class Compression:
 
 def unpack(packed: Packed, like: Mapping[str, Tensor], kind: Kind) -> dict[str, Tensor]:
     """The changes of another island, with the names and shapes of `like`. Raises ProtocolError for
-    data that are no such changes."""
+    data that do not encode such changes."""
     if packed.keys() != like.keys():
         raise ProtocolError("another island sends changes of other parameters")
     return {name: _decode(packed[name], tensor.shape, kind) for name, tensor in like.items()}

@@ -1,7 +1,7 @@
 """The group of islands that train together: the members of a view, and their positions.
 
 Islands ask for a view, open new links (`IslandSession`), and send each other their positions. A
-member that is behind takes over the state of the source, a member that is not. Two positions are
+member that is behind takes over the state of the source, which is not behind. Two positions are
 equal when the same commits led there: `lineage` is a hash of all these commits.
 """
 
@@ -99,8 +99,8 @@ class Position:
 
 def source_of(positions: Mapping[str, Position]) -> str:
     """The member whose state the others take over: the furthest of the members that train, or of
-    all where none trains. Among equally far members it is the first name of the largest set that
-    agrees on lineage and facts."""
+    all where none trains. Among equally far members it is the first by name of the largest set
+    that agrees on lineage and facts."""
     those = {name: p for name, p in positions.items() if p.trains} or dict(positions)
     furthest = max(p.step for p in those.values())
     at = {n: (p.lineage, p.facts_text) for n, p in sorted(those.items()) if p.step == furthest}
@@ -136,7 +136,7 @@ class SessionStart:
 
 class Group:
     """This island's place among the others, from view to view. `check` is called while it waits; an
-    error in it ends the waiting. `wait_s` is how long fewer than `min_islands` wait."""
+    error in it ends the waiting. Fewer than `min_islands` wait at most `wait_s` seconds."""
 
     def __init__(
         self,
@@ -164,8 +164,8 @@ class Group:
         return self._waiting_since is not None
 
     def stay(self) -> bool:
-        """Whether the members before a step are as they were, as far as is known. Does not wait for
-        a lighthouse that is away. Asks for the next view, which comes while the step runs, so that
+        """Whether the members are the same before a step, as far as is known. Does not wait for a
+        lighthouse that is away. Asks for the next view, which comes while the step runs, so that
         others can join."""
         session = self.session
         if session is None:
@@ -202,7 +202,7 @@ class Group:
                     continue
                 if self._may_begin(joined):
                     self.session = joined.session
-                    self._ask()  # as members that waited for this meeting have
+                    self._ask()  # members that waited for this meeting have asked
                     members = ", ".join(view.names)
                     _log.info("islands: %s", members, extra=event("islands", members=members))
                     return joined
@@ -244,7 +244,7 @@ class Group:
         return asking.result()
 
     def _view(self) -> View:
-        """The next view, asked for until there is one. Raises errors that would only come again."""
+        """The next view, asked for until there is one. Raises errors that asking again repeats."""
         told = False
         while True:
             asking, self._asking = self._ask(), None
@@ -300,7 +300,7 @@ class Group:
         return SessionStart(session, source, tuple(behind(positions, source)), positions)
 
     def _may_begin(self, joined: SessionStart) -> bool:
-        """Whether there are enough members. Any number is, once a member has done all steps."""
+        """Whether enough members are here. One is enough, once a member has done all steps."""
         enough = len(joined.session.members) >= self._min_islands
         return enough or any(p.is_done for p in joined.positions.values())
 

@@ -13,7 +13,7 @@ from hetero_framework.security.access import island_access
 
 
 def findings(view: MachineView) -> Findings:
-    """Errors for the obstacles of this machine's island, if it is an island's coordinator."""
+    """An error for each obstacle, if this machine is an island's coordinator."""
     if not view.is_coordinator or view.config.setting("island") is None:
         return
     island, ip = island_of(view.config), view.config.coordinator.ip

@@ -81,7 +81,7 @@ def count_steps(steps: Iterable[tuple[int, int]]) -> int:
 
 
 def steps_between(steps: Iterable[tuple[int, int]], first: int, last: int) -> Steps:
-    """Of these steps those from number `first` to before number `last`."""
+    """The steps at places `first` to `last` - 1 of these steps."""
     parts, before = [], 0
     for start, end in steps:
         a, b = max(start, start + first - before), min(end, start + last - before)

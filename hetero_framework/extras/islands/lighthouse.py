@@ -1,9 +1,9 @@
-"""The lighthouse: the islands that are here, and the views in which they take part.
+"""The lighthouse: knows the islands that are here, and gives all of them the same view.
 
 An island is here as long as its link lives; meanwhile torchft (`quorums.py`) gets heartbeats for
 it. The lighthouse asks torchft again, each time under a new number, until a quorum is of all
-islands that are here, each waiting for that answer: that is their view. torchft's may lack one: it
-answers at once where all of its last quorum have asked, even questions nobody waits for any more.
+islands that are here, each waiting for that answer: it is their view. A quorum may lack an island:
+torchft answers once all of the last quorum have asked, even if they do not wait any more.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hetero_framework.security.access import Access
 _log = logging.getLogger(__name__)
 SETTLE_S = 1.5
 """Seconds for which islands have to be here, without a break, before a question is asked. A new
-lighthouse does not know all islands yet, and would make a view of the first ones that ask."""
+lighthouse does not know all islands yet, and would make a view of the first that ask."""
 NAMESAKE_S = 3.0
 """Seconds that an island waits for another island of its name to leave: the link of a dead island
 lives on for at most 2 seconds."""
@@ -111,7 +111,7 @@ class Lighthouse:
             future.result()
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """End the service. Safe to call twice."""
         self._closed.set()
         self._acceptor.close()
         self._listener.close()
@@ -174,7 +174,7 @@ class Lighthouse:
         _log.info("island %s is here, from %s", member.name, connection.stream.peer)
 
     def _added(self, island: _Island) -> _Island | None:
-        """Add the island, or return the island that has its name, or any if there are too many."""
+        """Add the island, or return the one that has its name; any if there are too many."""
         with self._lock:
             for other in self._islands.values():
                 if other.member.name == island.member.name or len(self._islands) >= _MAX_ISLANDS:

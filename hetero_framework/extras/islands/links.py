@@ -48,7 +48,7 @@ LEAVES = "leaves in order"
 _MOST_WAITING = 128
 _AHEAD = 4
 """How many exchanges a member may be ahead of the last exchange that is over here. Positions and
-state, in which not all take part, are two of them, and a decision may reach it before us."""
+state, in which not all take part, are two of them, and it may get a decision before us."""
 
 
 class MemberLost(ReplicasChanged):
@@ -355,7 +355,7 @@ class IslandLinks:
     def meet(self, view: View, timeout_s: float, check: Check) -> IslandSession:
         """Open new links to all other members, which do the same. Raises MemberLost for a member
         that cannot be reached in time, knows other members, or broke the protocol in an earlier
-        session; the last is refused once more, since the first refusal may be lost. Raises
+        session; that member is refused once more, since the first refusal may be lost. Raises
         ProtocolError where this island broke the protocol."""
         self.part("the members change")
         if self._wrong is not None:

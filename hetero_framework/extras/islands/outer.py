@@ -1,13 +1,12 @@
-"""A round's fragments of the model, and the arithmetic of their synchronisation: the change that an
-island sends, the average, and its use.
+"""Fragments of the model, and the arithmetic by which islands average their changes of them.
 
 A round is `sync_steps` steps of one island, in which fragments are averaged one after the other.
 They are cut by layers, so that they are the same on every island, whatever its plan.
 
-DiLoCo (arXiv 2311.08105), with the delay and the mixing of Streaming DiLoCo (2501.18512), and
-LocalSGD (1805.09767), as torchft computes them, but weighted by each island's label tokens. Tensors
-are float32 on the CPU, by name. All islands compute the same bits, on any hardware: IEEE 754 rounds
-each operation exactly, nothing is fused, and sums have one order.
+The methods are DiLoCo (arXiv 2311.08105), with the delay and the mixing of Streaming DiLoCo
+(2501.18512), and LocalSGD (1805.09767), as torchft computes them, but weighted by each island's
+label tokens. Tensors are float32 on the CPU, by name. All islands compute the same bits, on any
+hardware: IEEE 754 rounds each operation exactly, nothing is fused, and sums have one order.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class _Sending:
 
 
 class OuterRounds(SummedSteps):
-    """This island in rounds (`sync_steps` above 1)."""
+    """This island's part in a run where islands take steps alone: `sync_steps` above 1."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -211,7 +211,7 @@ class OuterRounds(SummedSteps):
         return {"island": {**island, **figures, "committed": self._ledger.count}}
 
     def went_back(self, state: TrainState) -> None:
-        """Go back here. Others learn of it only if the step is before the last synchronisation."""
+        """Go back here. The others notice only if `state` is before the last synchronisation."""
         self._sending = None
         if self._count(state) != self._syncs:
             self._outer, self._before = self._before, []
@@ -444,7 +444,7 @@ class OuterRounds(SummedSteps):
         self._recall(state)
 
     def _recall(self, state: TrainState) -> None:
-        """Take the group's part of `state`."""
+        """Restore round, ledger and counts from `state.group`."""
         group = state.group
         self._syncs = self._count(state)
         self._ledger = Ledger.load_state_dict(group["ledger"]) if "ledger" in group else Ledger()

@@ -68,8 +68,8 @@ def given_shares(settings: Mapping[str, float | Literal["auto"]]) -> dict[str, f
 
 @dataclass(frozen=True)
 class Shares:
-    """The shares of the islands that take part (they need not sum to 1), and the number of steps or
-    rounds that were done when they were taken. A change gives another value."""
+    """The shares of the islands that take part, which need not sum to 1, and the number of steps or
+    rounds that were done when they were chosen. A value never changes."""
 
     of: Mapping[str, float] = field(default_factory=dict)
     taken_at: int = 0

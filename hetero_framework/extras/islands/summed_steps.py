@@ -54,7 +54,7 @@ _KNOWN_STEPS = 3
 
 
 class SummedSteps(ReplicaGroup):
-    """This run as one of several islands, whose coordinators are the replicas: `sync_steps` 1."""
+    """This island's part in a run that sums gradients in every step: `sync_steps` 1."""
 
     def __init__(
         self, prepared: Prepared, cluster: Cluster, checkpoints: RunCheckpoints, stop: StopRequest
@@ -82,7 +82,7 @@ class SummedSteps(ReplicaGroup):
         self._bytes = (0, 0)
 
     def open(self, group: Group) -> None:
-        """Take this place among the others."""
+        """Take `group` as this island's place among the others."""
         self._group = group
 
     # -- a step ---------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class SummedSteps(ReplicaGroup):
 
     def elsewhere(self) -> tuple[str, ...]:
         bad: list[str] = []
-        with suppress(ReplicasChanged, ProtocolError):  # the step is decided; the next one meets it
+        with suppress(ReplicasChanged, ProtocolError):  # the step is decided; the next one fails
             bad = self._sums.nonfinite() if self._sums is not None else []
         return () if self._island.name in bad else tuple(bad)
 
@@ -214,9 +214,9 @@ class SummedSteps(ReplicaGroup):
         decide: Callable[[Mapping[str, Mapping[str, Any]]], dict[str, Any]],
         tensors: Tensors | None = None,
     ) -> Received:
-        """The leader's decision on an exchange, with the leader's `tensors`. The leader makes it by
-        `decide`, of the votes of all; `judge` raises ProtocolError for a wrong vote. Votes and
-        decision have the `seconds` that each island takes for a sample or a step."""
+        """The leader's decision on an exchange, with the leader's `tensors`. `decide` makes
+        it from the votes of all; `judge` raises ProtocolError for a wrong vote. Votes and decision
+        have the `seconds` that each island takes for a sample or a step."""
         session = self._present
         if session.me != session.leader:
             failpoints.hit("island-vote")
@@ -354,7 +354,7 @@ class SummedSteps(ReplicaGroup):
         return state
 
     def _gather(self, take: Callable[[StatePart], None]) -> None:
-        """All tensors that another island needs to come to this position."""
+        """Give `take` all tensors that another island needs to come to this position."""
         self._checkpoints.gather(take)
 
     def _take_over(self, session: IslandSession, source: str) -> TrainState:
@@ -447,7 +447,7 @@ class SummedSteps(ReplicaGroup):
         return False
 
     def heed_stop(self) -> None:
-        """Heed a request to stop between steps, while waiting for others."""
+        """Raise StopWanted after a request to stop, while this island waits between steps."""
         if self._stop.requested is not None:
             raise StopWanted("another island")
 
@@ -456,7 +456,7 @@ class SummedSteps(ReplicaGroup):
         self.heed_stop()
 
     def _heed_in_step(self) -> None:
-        """Raise ReplicasChanged STEP_END_S after a request to stop."""
+        """Raise ReplicasChanged once a request to stop is older than STEP_END_S."""
         self._moved_at = time.monotonic()
         if self._stop.waited_s > timeouts.STEP_END_S:
             raise ReplicasChanged("this run is to stop")
@@ -472,7 +472,7 @@ class SummedGradients:
     Every island sends its gradients to every other island, and adds all gradients in the order of
     the islands' names, in float32 or wider. The order of arrival does not matter. When a step is
     begun again, nothing is sent twice. Raises MemberLost, also for a member whose gradients have
-    another shape than most.
+    another shape or type than most.
     """
 
     def __init__(self, session: IslandSession, number: int) -> None:
@@ -552,8 +552,8 @@ class SummedGradients:
         return all(bool(tensor.isfinite().all()) for tensor in numbers)
 
     def _sum(self, name: str, shares: Sequence[tuple[str, Tensor]]) -> Tensor:
-        """The sum in the order of the members. The most frequent shape is right, in a tie the first
-        member's: all islands blame the same member. Raises ProtocolError for this island."""
+        """The sum in the order of the members. The most frequent shape and type are right, in a tie
+        the first, on every island alike. Raises ProtocolError where this island's are wrong."""
         kinds = {member: (tensor.shape, tensor.dtype) for member, tensor in shares}
         [(right, _)] = Counter(kinds.values()).most_common(1)
         for member in [member for member, kind in kinds.items() if kind != right]:
@@ -585,7 +585,7 @@ def _gravest(votes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def _decision(
     received: Received, session: IslandSession
 ) -> tuple[StepOutcome, dict[str, float], Tensor]:
-    """The leader's decision, the seconds of all, and its norm. Raises ProtocolError."""
+    """The leader's decision, the seconds of all, and the leader's norm. Raises ProtocolError."""
     outcome, norm = _outcome(received.info, session.leader), received.tensors.get("norm")
     if norm is None or norm.dim() or (outcome.commits and not norm.isfinite()):
         raise ProtocolError(f"island {session.leader} sends no decision")

@@ -1,7 +1,7 @@
-"""`hetero launch --ssh`: starts a configuration's processes on their machines with the system's
-ssh, shows their lines, and ends them together.
+"""`hetero launch --ssh`: starts, shows and ends a configuration's processes on their machines.
 
-Each process has a life line through ssh: it ends when its ssh process ends in any way.
+The processes are started by the system's ssh, and end together. Each has a life line through ssh:
+it ends when its ssh process ends in any way.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def script(config: Config, given: Namespace, processes: Sequence[Launched]) -> d
 
 def _ssh(given: Namespace, process: Launched, command: str) -> list[str]:
     options = [word for text in (*given.ssh_options, *_OPTIONS) for word in ("-o", text)]
-    return ["ssh", "-T", *options, "--", str(process.host), command]  # the first of a name counts
+    return ["ssh", "-T", *options, "--", str(process.host), command]  # ssh takes a name's first
 
 
 def _preparations(given: Namespace, process: Launched) -> Iterator[tuple[list[str], Path]]:

@@ -78,9 +78,9 @@ def non_text_weights(source: ModelSource) -> NonTextWeights:
 def _placed(
     model: Any, gone: tuple[str, ...], checkpoint: Checkpoint
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str], list[str]]:
-    """The shapes and the keys in `checkpoint`, both by the keys that the class saves, and the
-    missing names. The stand-in for a part that this machine cannot build has no names and shapes:
-    its tensors keep the file's."""
+    """By the keys that the class saves: the shapes, and the keys in `checkpoint`. Then the missing
+    names. For a part that this machine cannot build, names are unknown and shapes left out: its
+    tensors keep the file's."""
     absent = [name for name, part in model.named_modules() if isinstance(part, AbsentPart)]
     left_out = {*(model._keys_to_ignore_on_save or ()), *(model.all_tied_weights_keys or ())}
     state = {

@@ -50,8 +50,8 @@ class Placed(nn.Module):
 
 
 class AbsentPart(Placed, PreTrainedModel):
-    """Stands for a part without its package. A call raises ImportError with `why`, its error; text
-    alone does not call it."""
+    """Stands for a part whose package is absent. Text alone does not call it. A call raises
+    ImportError with the text `why`."""
 
     why = ""
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True

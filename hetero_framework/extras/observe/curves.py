@@ -1,5 +1,4 @@
-"""The curves of runs: loss and evaluation, learning rate and gradient norm, and what the objective
-measures, by step.
+"""The curves of runs by step: losses, learning rate, gradient norm, and the objective's measures.
 
 Read from metrics.jsonl, drawn by matplotlib (the extra "pictures").
 """

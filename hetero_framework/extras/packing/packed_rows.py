@@ -66,8 +66,8 @@ class PackedRows:
         return int(self.lengths.max(initial=0))
 
     def labels(self, wraps: bool) -> np.ndarray:
-        """The number of labels in each part that are predicted: all but the first of a part, or, if
-        a row's examples see each other (`wraps`), all but the first of a row."""
+        """The number of predicted labels in each part. The first token of a part is not predicted,
+        or, if a row's examples see each other (`wraps`), only the first token of a row."""
         trained, begins = self.examples.trained, self.examples.offsets[self.found[:, 1]]
         sums = np.concatenate([[0], np.cumsum(trained)])
         firsts, ends = begins + self.found[:, 2], begins + self.found[:, 3]

@@ -1,11 +1,11 @@
-"""Image classifiers of transformers as chains: the part in front of their blocks, each block, and
-the part behind them.
+"""Image classifiers of transformers as chains of parts, each with one block at most.
 
-Each part is a model of the original class and runs its whole forward, in which the blocks of other
-parts return outputs without data (on the meta device). So the sizes and switches that a block gets,
-and all that code around blocks makes of shapes, are as in the whole model. A part behind the first
-block gets the hidden state as the output of the block before, so code between blocks runs, too. A
-tensor that goes around the blocks would meet a tensor without data: such a model is refused.
+There is a part in front of the blocks, one for each block, and one behind them. Each is a model of
+the original class and runs its whole forward, in which the blocks of other parts return outputs
+without data (on the meta device). So the sizes and switches that a block gets, and all that code
+around blocks computes from shapes, are as in the whole model. A part behind the first block gets
+the hidden state as the output of the block before, so code between blocks runs, too. A tensor that
+goes around the blocks would meet a tensor without data: such a model is refused.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class _Absent(nn.Module):
 
     def __init__(self, block: nn.Module, output: Any) -> None:
         super().__init__()
-        self._block = (block,)  # in a tuple, so as no submodule
+        self._block = (block,)  # in a tuple, so no submodule
         self.forward = output
 
     def __getattr__(self, name: str) -> Any:
@@ -341,7 +341,7 @@ class ImagePart(nn.Module):
             places[number - 1].register_forward_hook(self._left)
 
     def forward(self, value: Tensor) -> Tensor:
-        """Pictures or hidden states to hidden states, or to logits."""
+        """Turns pictures or hidden states into hidden states or logits."""
         self._hidden = pixels = value
         if self._number:
             pixels = self._without_data(self._calls.pixels)

@@ -1,5 +1,5 @@
-"""The link between a device and its machine's memory: copies each way, both ways, and the time of
-computing meanwhile."""
+"""Measures the link between a device and its machine's memory.
+It times copies each way, both ways at once, and computing meanwhile."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Layouts: the stages of a model on a fleet, their times and memory, the rules for them, and the
-schedule that a run would use."""
+"""Layouts: the stages of a model on a fleet, with times and memory, and the rules for stages.
+A layout is evaluated with the schedule that a run would use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`Result`: the answer of `hetero plan`. Saved with a run's results, it is the prediction that the
-run compares its steps with."""
+"""`Result`: the answer of `hetero plan`, and the prediction with which a run compares its steps.
+A run saves it with its results."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ class Pairs:
 
 @dataclass(frozen=True)
 class PairLoss:
-    """A loss. `function` gives the loss of each pair, or their mean. With `averages` it gets means
-    over tokens in place of sums. `check` raises ValueError for settings that do not fit."""
+    """A loss of pairs. `function` returns each pair's loss, or the mean. With `averages` its ratios
+    are means over tokens, not sums. `check` raises ValueError for settings that do not fit."""
 
     function: Callable[..., Any]
     averages: bool
@@ -54,7 +54,7 @@ class PairLoss:
     def __call__(
         self, training: Any, ratios_B: Tensor, logps_B: Tensor, lengths_B: Tensor
     ) -> Tensor:
-        """The loss with a run's settings; `ratios_B` makes the halves of `Pairs`."""
+        """The loss with a run's settings; `ratios_B` has the ratios of `Pairs`."""
         if self.averages:
             ratios_B = ratios_B / lengths_B.clamp(min=1)
         chosen_P, rejected_P = ratios_B.chunk(2)
@@ -73,7 +73,7 @@ def register_pair_loss(
     averages: bool = False,
     check: Callable[[Any], None] = lambda training: None,
 ) -> Callable[[_F], _F]:
-    """Decorator that makes a function the loss of this name, of "dpo" unless objectives are named.
+    """Decorator that makes a function the loss `name` of these objectives, by default of "dpo".
     For a file of --import, on every machine."""
 
     def register(function: _F) -> _F:

@@ -38,7 +38,7 @@ LOGITS = ("logits/chosen", "logits/rejected")
 
 
 class PairObjective(ChunkedObjective):
-    """Learns from batches with two rows for each pair, whose labels are the answers' tokens."""
+    """Learns from batches with two rows for each pair. Labels are the answers' tokens."""
 
     def __init__(
         self, training: TrainingConfig, id_layers: frozenset[int] = frozenset(), *further: str

@@ -121,7 +121,7 @@ class Preferences(Referenced):
         return inputs["labels"], self._weights(inputs["labels"])
 
     def sums(self, logits_BSV: Tensor, *targets_BS: Tensor) -> list[Tensor]:
-        """Sums of each answer: weighted log-probabilities, plain ones, terms that weigh pairs."""
+        """Each answer's log-probability, weighted and plain, and the sum that weighs its pair."""
         labels_BS, weights_BS = targets_BS
         logps_BS = log_probabilities(logits_BSV, labels_BS)
         aligned_B = logps_BS.new_zeros(len(logps_BS))
@@ -185,7 +185,7 @@ class Ratings(Referenced):
         return [*means, *(sums_NC[:, 1:2].sum(0) / counts_N.sum())]
 
     def metrics(self, named: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """The mean of each metric over the micro-batches that have such answers."""
+        """The mean of each metric over the micro-batches that have a value of it."""
         if not named:
             return {}
         table = self.table(named)

@@ -1,9 +1,8 @@
-"""The reference of a preference training: what the model said of each answer before it was
-trained.
+"""The reference of a preference training: the model before it is trained, asked about each answer.
 
 One pass before the first step asks it for a number for each answer. The numbers are kept with the
-run's results, for a run that goes on under whatever plan. They are also kept in the cache, for
-other runs that compute the same numbers on the same machines.
+run's results, for a resume under any plan. They are also kept in the cache, for other runs that
+compute the same numbers on the same machines.
 """
 
 from __future__ import annotations

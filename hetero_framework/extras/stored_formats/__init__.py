@@ -1,1 +1,1 @@
-"""Checkpoints as they are published: weights of few bits, made full while a shard loads."""
+"""Checkpoints as they are published: weights of few bits, dequantised while a shard loads."""

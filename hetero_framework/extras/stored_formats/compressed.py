@@ -1,6 +1,6 @@
 """Weights as compressed-tensors writes them: fp8, int8, packed whole numbers, NVFP4 and MX.
 
-The library makes rows full, by the group of `config_groups` that takes their module. It multiplies
+The library dequantises rows, by the group of `config_groups` that takes their module. It multiplies
 in the type of the scales, and numbers of 4 and 6 bits in bfloat16. fp8 of experts is multiplied in
 float32, as in transformers.
 """

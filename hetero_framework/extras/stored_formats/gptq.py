@@ -1,11 +1,11 @@
-"""GPTQ, AWQ and AutoRound: whole numbers of 2, 3, 4 or 8 bits, with a scale and a zero for each
-group of inputs.
+"""GPTQ, AWQ and AutoRound: whole numbers with a scale and a zero for each group of inputs.
 
-Numbers are packed along the inputs into 32-bit words: qweight [in x bits / 32, out]; qzeros
-[groups, out x bits / 32]; scales [groups, out]. g_idx has the group of each input. Groups are not
-in a row where the most important inputs were quantised first (`desc_act`). A weight is
-scale x (number - zero), in the type of the scales. The format "gptq" stores each zero minus one,
-"gptq_v2" the zero itself. AWQ packs otherwise, and AutoRound as one of the two.
+Numbers of 2, 3, 4 or 8 bits are packed along the inputs into 32-bit words: qweight
+[in x bits / 32, out]; qzeros [groups, out x bits / 32]; scales [groups, out]. g_idx has the group
+of each input. A group's inputs are not in a row where the most important inputs were quantised
+first (`desc_act`). A weight is scale x (number - zero), in the type of the scales. The format
+"gptq" stores each zero minus one, "gptq_v2" the zero itself. AWQ packs otherwise, and AutoRound as
+GPTQ or AWQ.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A stream as training data: examples by their numbers, as far as a run has come.
 
-Examples come from a process of its own (`child`), ahead of the step by a bounded number. An example
+A separate process (`child`) makes examples, a bounded number ahead of the step. An example
 is a function of its number: an earlier example is kept, or read again from the nearest known place.
 So steps that are repeated, runs that go back and islands, which deal the numbers, need nothing
 more. A checkpoint has the known places.

@@ -82,8 +82,8 @@ def _numbers(tensor: Tensor) -> list[int]:
 
 
 def next_token(logits_V: Tensor, decoding: Decoding, text: int, position: int) -> Tensor:
-    """The token at `position` of text number `text`, [1] int64. The draw depends on these and the
-    seed alone, and not on the texts beside it or the place."""
+    """The token at `position` of text number `text`, [1] int64. The draw depends on these two and
+    the seed alone, not on the other texts under way."""
     if decoding.temperature == 0:
         return logits_V.argmax(dim=-1, keepdim=True)
     choose = LogitsProcessorList([TemperatureLogitsWarper(decoding.temperature)])

@@ -51,7 +51,7 @@ class TextGeneration:
             prompts: Token ids, at least one each, fewer than `max_positions`.
             max_positions: The longest text that the model can hold.
             stop: Tokens that end a text, and are its last.
-            vocabulary: The number of tokens that there are.
+            vocabulary: The number of token ids.
             at_once: Texts under way, at most.
             cached: Whether stages keep what they computed of earlier tokens.
             take_token: Called with the number of a text and its next token.

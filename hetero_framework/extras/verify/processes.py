@@ -43,9 +43,9 @@ _ROWS: dict[Task, tuple[str, list[dict[str, Any]]]] = {
 
 @contextmanager
 def real_workers() -> Iterator[Callable[[Verified], str]]:
-    """Within the block two workers serve one run after the other. The function that it gives trains
-    the architecture of a passed comparison over its stages. It returns `EQUAL` where losses and
-    result are bit-equal to one process's, else the difference; empty for a task without text."""
+    """Within the block two workers serve one run after the other. The yielded function trains the
+    architecture of a passed comparison through them. It returns `EQUAL` where losses and result
+    are bit-equal to one process's, else the difference; empty for a task without text."""
     with TemporaryDirectory() as directory:
         folder, listeners = Path(directory), [Listener("127.0.0.1", 0) for _ in range(3)]
         here = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu", "num_threads": 1}

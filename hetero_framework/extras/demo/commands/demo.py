@@ -1,10 +1,10 @@
 """`hetero demo`: makes a small model, trains it in three processes, and adapts it, offline.
 
-1. A BPE tokenizer from the Python standard library's own source files, and a Llama of about 12
+1. Make a BPE tokenizer from the Python standard library's own source files, and a Llama of about 12
    million random weights.
-2. All of them trained on these files: a coordinator and two workers, over TCP.
-3. A LoRA adapter on that model, which learns texts of another kind.
-4. The adapter again, with a worker killed in the middle: it comes back, and the result is the same.
+2. Train all weights on these files, with a coordinator and two workers over TCP.
+3. Train a LoRA adapter on that model with texts of another kind.
+4. Train the adapter again, and kill a worker in the middle: it comes back; the result is the same.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class _Ended(Exception):
 
 @contextmanager
 def _ended_by_ctrl_c(pipeline: Any) -> Iterator[None]:
-    """Within the block Ctrl-C raises `_Ended` between two messages, and again KeyboardInterrupt."""
+    """Within the block Ctrl-C raises `_Ended` between two messages; a second, KeyboardInterrupt."""
     pressed: list[int] = []
 
     def note(number: int, frame: object) -> None:
