@@ -157,7 +157,7 @@ def access_for(config: Any, process: int | str, arguments: argparse.Namespace) -
 def role_of(
     config: Any, options: Any, role: str | None = None, worker_id: int | str | None = None
 ) -> Any:
-    """The role of this machine, as told or as `decide_role` finds it. `options` are those of keys."""
+    """The role of this machine, as told or as `decide_role` finds it with the keys' `options`."""
     from hetero_framework.cluster.roles import decide_role
     from hetero_framework.security import access
 
