@@ -3,8 +3,8 @@
     make demo-islands        or        python examples/demo_islands.py
 
 1. Make the small model and the data of `hetero demo`.
-2. Start a lighthouse, and two islands: "attic", a coordinator with one worker, and "garage", one
-   with two. Each takes steps alone; then they average what has changed.
+2. Start a lighthouse, and two islands: "attic", a coordinator with one worker, and "garage", a
+   coordinator with two. Each takes steps alone; then they average their changes.
 3. Kill garage's coordinator in the middle. Attic goes on; garage is started again with the same
    command, takes over where the group is, and trains on.
 
@@ -78,7 +78,7 @@ def main() -> int:
 def settings(
     name: str, lighthouse: int, ports: list[int], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """The configuration of one island; all but machines, plan and name is the same in the other."""
+    """The configuration of an island; the other's differs in machines, plan, name and folder."""
     bounds = [0, *CUTS[name], LAYERS]
     machine = {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"}
     own = ports[:1] if name == "attic" else ports[1:]

@@ -1,4 +1,4 @@
-"""A model class of one's own, cut and trained like any other (docs/models.md).
+"""A model class of your own, cut and trained like any other (docs/models.md).
 
 python examples/own_model.py        # writes a tokenizer and texts to runs/own_model
 hetero verify --config examples/own_model.json --import examples/own_model.py
@@ -27,7 +27,7 @@ class MixerConfig(PretrainedConfig):
 
 
 class Mixer(nn.Module):
-    """Mixes each token with the mean of those before it."""
+    """Mixes each token with the mean of the tokens up to it."""
 
     def __init__(self, config):
         super().__init__()

@@ -308,7 +308,7 @@ def clock(view: MachineView) -> Findings:
 
 
 def wrong_clock(where: str, off_s: float) -> Findings:
-    """Yield an error if the clock of `where` is `off_s` seconds ahead of ours, and that is much."""
+    """Yield an error if the clock of `where`, `off_s` seconds ahead of ours, is too far off."""
     if abs(off_s) > _CLOCK_S:
         way = "ahead of" if off_s > 0 else "behind"
         yield UserError(

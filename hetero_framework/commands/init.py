@@ -141,7 +141,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers given to `hetero init`; None and () are not given."""
+    """The answers given to `hetero init`; None and () stand for no answer."""
 
     model: str | None = None
     workers: Sequence[str] = ()
@@ -510,7 +510,7 @@ def _layers(answers: Answers, output: Path) -> int:
 
 
 def beside(path: str | None, output: Path) -> str | None:
-    """A local path as the file `output` must state it: relative if inside. Hub names stay."""
+    """A local path as the file `output` must state it: relative if in its folder. Hub names stay."""
     if path is None or not Path(path).expanduser().exists():
         return path
     place, folder = Path(path).expanduser().resolve(), output.absolute().parent.resolve()

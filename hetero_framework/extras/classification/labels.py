@@ -83,8 +83,8 @@ class ClassLabels:
         )
 
     def target(self, value: Any, where: str) -> list[float]:
-        """The targets of a text: the number of its class, 0 or 1 for each label, or measures.
-        Raises DataError."""
+        """The targets of a text: the number of its class, numbers from 0 to 1, one for each
+        label, or measures. Raises DataError."""
         if self.problem == "single_label_classification":
             return [float(self.number(value, where))]
         values = value if isinstance(value, (list, tuple)) else [value]

@@ -29,7 +29,7 @@ _FAILED = (RuntimeError, TimeoutError)
 class Quorums:
     """torchft's server on a free port of the loopback, and the client that asks it. The server has
     neither encryption nor authentication, and its web page has a button that kills members: no
-    other machine may reach it. Raises UserError as `import_torchft`."""
+    other machine may reach it. Raises UserError as `import_torchft` does."""
 
     def __init__(self, min_islands: int = 1) -> None:
         torchft = import_torchft()

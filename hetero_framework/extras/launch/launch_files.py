@@ -102,8 +102,8 @@ def _by_id(given: Sequence[str], known: Sequence[str]) -> dict[str, str]:
 
 
 def named_paths(config: Config, *sections: str) -> dict[str, Path]:
-    """Paths of this machine that strings of these sections name (none given: of all sections).
-    These are paths that exist, and all paths outside the configuration's folder."""
+    """Paths of this machine that strings of these sections (default: of all) name. These are paths
+    that exist, and all paths outside the configuration's folder."""
     base, raw = config.base_dir.absolute(), config.to_dict()
     texts = {text for name in sections or raw for text in _texts(raw.get(name))}
     paths = {text: Path(os.path.normpath(base / text)) for text in sorted(texts)}

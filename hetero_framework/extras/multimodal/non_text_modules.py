@@ -64,8 +64,8 @@ class NonTextWeights:
 
 
 def non_text_weights(source: ModelSource) -> NonTextWeights:
-    """The non-text weights of a model. Raises ModelError as `NonTextWeights`, and for a model with
-    random weights, which has none to copy."""
+    """The non-text weights of a model. Raises ModelError as `NonTextWeights` does, and for a
+    model with random weights, which has none to copy."""
     if not source.has_checkpoint:
         raise ModelError(
             f"text alone does not train {', '.join(towers(source.config))}, and model.from_config"

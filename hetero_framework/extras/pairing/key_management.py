@@ -128,7 +128,7 @@ def _invite(
     port: int | None,
     say: Say,
 ) -> None:
-    """Invite members and wait for them. `invited` has the known facts of each one's machine."""
+    """Invite members and wait for them. `invited` has the facts known of each machine."""
     authority, made = certificates.ensure_authority(keys)
     if made:
         _log.info("made the authority of a new cluster: %s", keys.path)

@@ -102,7 +102,7 @@ def _bytes(text: str) -> bytes:
 
 @dataclass
 class Invitation:
-    """One invitation. It is good once, until `until` (time.monotonic()), or MAX_WRONG mistakes."""
+    """An invitation, good for one use until `until` (time.monotonic()) or MAX_WRONG mistakes."""
 
     process: WorkerId
     token: Token

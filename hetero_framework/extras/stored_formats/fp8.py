@@ -55,8 +55,8 @@ class Fp8(Form):
         self.types = {"values": (*values, *four), "scales": scales}
 
     def blocks(self, stored: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The blocks (rows, columns) that may have one scale each, in a weight of this shape whose
-        values are `stored` in this type."""
+        """The sizes (rows, columns) that blocks with one scale may have, in a weight of this shape
+        whose values have the type `stored`."""
         if self.method == "fbgemm_fp8":  # by output, the last axis of experts in one weight
             return [(1, shape[-1]), *([(shape[-2], 1)] if len(shape) > 2 else [])]
         if stored in _PACKED or self.block is not None:

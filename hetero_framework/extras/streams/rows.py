@@ -68,7 +68,7 @@ class EndlessOrder(SampleOrder):
         return self.total_steps * self.training.gradient_accumulation_steps
 
     def step_indices(self, step: int) -> list[np.ndarray]:
-        """The step after the last one has samples as long as any may be, with number -1."""
+        """Numbers of samples. In the step after the last all are -1: samples of the most tokens."""
         if not 0 <= step <= self.total_steps:
             raise IndexError(f"step {step} is not one of {self.total_steps}")
         count = self.samples_per_step

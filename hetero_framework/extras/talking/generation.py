@@ -60,7 +60,7 @@ class Continuing:
 @dataclass(frozen=True)
 class Choice:
     """The most tokens that follow a prompt, and how each is chosen: the likeliest token
-    (`temperature` 0), or a draw from the likeliest tokens, which have the probability `top_p`."""
+    (`temperature` 0), or a draw from the likeliest, whose probabilities sum to `top_p`."""
 
     max_new_tokens: int = 512
     temperature: float = 0.0
