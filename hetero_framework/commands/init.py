@@ -510,7 +510,7 @@ def _layers(answers: Answers, output: Path) -> int:
 
 
 def beside(path: str | None, output: Path) -> str | None:
-    """A local path as the file `output` must state it: relative if in its folder. Hub names stay."""
+    """A local path as the file `output` must state it: relative if beside it. Hub names stay."""
     if path is None or not Path(path).expanduser().exists():
         return path
     place, folder = Path(path).expanduser().resolve(), output.absolute().parent.resolve()

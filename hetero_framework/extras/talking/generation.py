@@ -79,7 +79,7 @@ class Generator:
         generation: GenerationConfig | None,
         most_tokens: int | None = None,
     ) -> None:
-        """A text has at most `most_tokens`. Raises ArchitectureError if the model cannot."""
+        """A text has at most `most_tokens`. Raises ArchitectureError if the model cannot decode."""
         self._config, self._model_config, self._tokenizer = config, model_config, tokenizer
         limits = [most_tokens]
         positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
