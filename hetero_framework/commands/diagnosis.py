@@ -375,8 +375,8 @@ def devices(view: MachineView) -> Findings:
 def facts_here(
     config: Config, local: Iterable[WorkerId]
 ) -> tuple[dict[WorkerId, MachineFacts], list[UserError]]:
-    """The facts of the `local` processes, which this machine runs, and an error for each whose
-    device cannot be opened."""
+    """The facts of the `local` processes, which this machine runs, and an error for each device
+    that cannot be opened."""
     facts: dict[WorkerId, MachineFacts] = {}
     errors: list[UserError] = []
     for owner in local:

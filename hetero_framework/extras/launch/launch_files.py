@@ -121,8 +121,8 @@ def _texts(content: Any) -> Iterator[str]:
 
 
 def _mounts(config: Config, hidden: Iterable[Path]) -> dict[str, str]:
-    """Files and folders outside the configuration's folder that it names, by their places in a
-    container. Raises UserError for a path that does not exist, or that holds a `hidden` folder."""
+    """Named files and folders outside the configuration's folder, by their places in a container.
+    Raises UserError for a path that does not exist, or that holds a `hidden` folder."""
     base, mounts = config.base_dir.resolve(), dict[str, str]()
     for text, path in named_paths(config).items():
         source = path.resolve()

@@ -37,7 +37,7 @@ SIDES = ("chosen", "rejected")
 
 
 def can_switch(plan: AdapterPlan | None) -> bool:
-    """Whether the model without its adapter is as it was before the training."""
+    """Whether the model with its adapter switched off is the model that training begins with."""
     if plan is None or plan.weights is not None or plan.rewrites_base:
         return False
     return bool(plan.lora_config.bias == "none")

@@ -137,7 +137,7 @@ class Reference:
         ]
 
     def _identity(self, cluster: Cluster, rows: AnswerRows) -> list[Any]:
-        """What decides the numbers: the model, the adapter that it begins with, the answers."""
+        """All that decides the numbers: the model, its adapter at the start, the answers."""
         config, plan = self._prepared.config, self._prepared.adapter_plan
         settings = {
             name: value

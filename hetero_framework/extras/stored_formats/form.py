@@ -256,7 +256,7 @@ class Weight:
 
 
 def _unusable(numbers: Tensor, role: str, signed: bool) -> int:
-    """How many of these numbers no quantiser writes."""
+    """The count of numbers that no quantiser would write."""
     if numbers.dtype == torch.uint8:  # exponents of two; 255 is NaN
         return int((numbers == 255).sum())
     wide = numbers.to(torch.float32)

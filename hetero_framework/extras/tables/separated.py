@@ -26,8 +26,8 @@ _TRUTHS = {"true": True, "false": False}
 
 
 def _records(path: Path, numeric: Numeric, separator: str) -> Iterator[Record]:
-    """The rows as objects of texts; an empty cell is an empty text. Raises DataError, with the
-    line, for rows of another length than the header's."""
+    """The rows as objects of texts, an empty cell as an empty text; a column of `numeric` is typed.
+    Raises DataError, with the line, for rows of another length than the header's."""
     header: list[str] = []
     column = None
     for line, row in _rows(path, separator):
@@ -113,8 +113,8 @@ def _header(where: str, row: list[str], separator: str) -> list[str]:
 def _type(
     path: Path, separator: str, name: str, at: int, or_names: bool
 ) -> Callable[[str], bool | float | str | None]:
-    """The function that makes a value of a column's cell. Raises DataError for the first cell that
-    is of another kind than the others."""
+    """The function that makes a value of a column's cell: a number, a truth value or, with
+    `or_names`, a text. Raises DataError for the first cell of another kind than the others."""
     first: dict[str, tuple[str, str]] = {}
     for line, row in islice(_rows(path, separator), 1, None):
         if at < len(row):

@@ -1,9 +1,9 @@
 """Texts that are continued through the pipeline, several at a time. Pure bookkeeping.
 
-A micro-batch holds one text: all of it at first, then its newest token, or, where
-the model has no cache, all of it again. A text's next micro-batch can begin when its token has
-come, so other texts keep the stages busy. Each text is alone in its micro-batch: neither padding
-nor other texts change its tokens.
+A micro-batch holds one text: all of it at first, then its newest token, or, where the model has no
+cache, all of it again. A text's next micro-batch can begin when its token has come, so other texts
+keep the stages busy. Each text is alone in its micro-batch: neither padding nor other texts change
+its tokens.
 """
 
 from __future__ import annotations
