@@ -48,7 +48,7 @@ LEAVES = "leaves in order"
 _MOST_WAITING = 128
 _AHEAD = 4
 """How many exchanges a member may be ahead of the last exchange that is over here. Positions and
-state, in which not all take part, are two of them, and it may get a decision before us."""
+state, in which not all take part, are two of them, and a member may get a decision before us."""
 
 
 class MemberLost(ReplicasChanged):
@@ -81,8 +81,8 @@ class Received:
 class IslandSession:
     """The members of one view, each with a link to this island. Safe to use from several threads.
 
-    Exchanges are numbered; messages of a later exchange wait. Every method raises MemberLost once a
-    member is gone, and ProtocolError once a member finds what this island sends wrong.
+    Exchanges are numbered; messages of a later exchange wait. Sending and waiting raise MemberLost
+    once a member is gone, and ProtocolError once a member finds what this island sends wrong.
     """
 
     def __init__(self, me: str, view: View) -> None:
