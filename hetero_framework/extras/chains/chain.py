@@ -38,7 +38,7 @@ _known: dict[str, tuple[BundleForms, ...]] = {}
 
 class ChainConfig(PretrainedConfig):
     """The configuration of a chain. `chain` is its name in a file of --import. `forms` holds [shape
-    without B, type] of each tensor of a micro-batch, by name. `modules` is its `modules_of`."""
+    without B, type] of each tensor of a micro-batch, by name. `modules`: see `modules_of`."""
 
     model_type = "chain"
 

@@ -113,8 +113,8 @@ def _header(where: str, row: list[str], separator: str) -> list[str]:
 def _type(
     path: Path, separator: str, name: str, at: int, or_names: bool
 ) -> Callable[[str], bool | float | str | None]:
-    """The function that makes a value of a column's cell: a number, a truth value or, with
-    `or_names`, a text. Raises DataError for the first cell of another kind than the others."""
+    """The function that makes a value of a column's cell. Raises DataError for the first cell that
+    is of another kind than the others."""
     first: dict[str, tuple[str, str]] = {}
     for line, row in islice(_rows(path, separator), 1, None):
         if at < len(row):
