@@ -135,7 +135,7 @@ def test_a_loss_may_be_any_number(loss):
 
 def quiet(role: str | None, phase: Enum) -> tuple[Connection, list[Message]]:
     """A connection of this role in this phase, without threads, and what its owner is given."""
-    stream = SimpleNamespace(set_tick=lambda seconds: None, peer="peer")
+    stream = SimpleNamespace(set_tick=lambda seconds: None, peer="peer", local=False)
     given: list[Message] = []
 
     def take(connection: Connection, message: Message) -> None:
