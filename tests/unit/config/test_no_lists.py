@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -73,12 +75,15 @@ def test_no_module_lists_names_of_settings():
 
 @whole
 def test_every_setting_is_read():
-    """The adapter section is handed to PEFT as a whole, and losses are called with arguments of
-    these names."""
+    """In the code, or as the condition of an extra. The adapter section is handed to PEFT as a
+    whole, and losses are called with arguments of these names."""
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     read |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    for file in PACKAGE.rglob("*.toml"):
+        conditions = chain(*tomllib.loads(file.read_text(encoding="utf-8")).values())
+        read |= {condition.rpartition(".")[2] for condition in conditions}
     others = [name for name in effects.effects() if not name.startswith("adapter.")]
     unread = {name for name in others if name.rpartition(".")[2] not in read}
     assert unread == {"workers.num_gpus"}, "take out settings that nothing reads"
