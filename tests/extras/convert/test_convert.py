@@ -244,7 +244,15 @@ def test_the_report_is_readable(convert, capsys, tmp_path):
         ("a.yaml", "stage: ppo\ntemplate: x\n", "TRL trains it"),
         ("a.yaml", "stage: sft\nfinetuning_type: freeze\n", "LoRA or all weights"),
         ("a.yml", "trl: grpo\nloss_type: ipo\n", 'trl: "grpo" of TRL is not done here'),
-        ("a.txt", "trl sft --model_name_or_path m\n", "a.txt is neither YAML nor JSON"),
+        ("a.txt", "trl dpo --model_name_or_path m --loss_type sigmoid aot\n", "sorts the pairs"),
+        ("a.txt", "trl grpo --model_name_or_path m\n", 'trl: "grpo" of TRL is not done here'),
+        ("a.txt", "trl sft --eos_token 'x\n", "has no end"),
+        ("a.txt", "echo hello\n", "nor one command line of TRL"),
+        ("a.txt", "M=m\ntrl sft --model_name_or_path $M\n", "nor one command line of TRL"),
+        ("a.txt", "trl sft --model_name_or_path m > log.txt\n", "nor one command line of TRL"),
+        ("a.txt", "trl sft $1\n", "nor one command line of TRL"),
+        ("a.txt", "trl sft now --seed 1\n", "now stands where an option"),
+        ("a.txt", "trl sft --seed 1 --config no.yaml\n", "cannot read"),
         ("a.py", "from trl import SFTConfig\n", "a program in Python"),
         ("a.yml", "base_model: [\n", "a.yml, line 2, column 1: not valid YAML"),
         ("a.yml", "base_model: m\nbase_model: n\n", '"base_model" is given twice; keep one'),
@@ -295,6 +303,8 @@ def test_keys_mean_what_trls_own_parser_says(method, options, convert, tmp_path)
     keys = (option.split() for option in line.split("--")[1:])
     keys = "".join(f"{name}: {value[0] if value else 'true'}\n" for name, *value in keys)
     _, config = convert("t.yaml", f"trl: {method}\n{BEGIN['t.yaml']}{keys}")
+    command = f"trl {method} --model_name_or_path m --dataset_name d {line}\n"
+    assert convert("a.txt", command)[1].training == config.training
     ours = {**config.data.model_dump(), **config.training.model_dump()}
     differs = {
         *("report_to", "run_name", "logging_dir", "hub_strategy", "log_level", "loss_type"),

@@ -1,12 +1,14 @@
-"""`hetero convert`: makes a configuration from one of axolotl, LLaMA-Factory or TRL."""
+"""`hetero convert`: makes a configuration from one of axolotl, LLaMA-Factory or TRL, or from a
+command line of TRL."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
+import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from itertools import groupby
 from operator import itemgetter
@@ -33,7 +35,7 @@ from hetero_framework.extras.convert.convert import CHANGED, STATUSES, Conversio
 
 EXAMPLES = """
     hetero convert qlora.yml
-    hetero convert sft.yaml --worker 192.168.1.20 --worker 192.168.1.30:9999:mps
+    hetero convert sft.txt --worker 192.168.1.20 --worker 192.168.1.30:9999:mps
     hetero convert llama3_lora_sft.yaml --world-size 4
     hetero convert sft_config.json --model Qwen/Qwen2.5-0.5B --data train.jsonl
     """
@@ -41,7 +43,7 @@ _HOST = "HOST[:PORT[:DEVICE]]"
 _OUTPUT = f"default: {DEFAULT_CONFIG}"
 _WORLD_SIZE = "processes of the other run: a step had the samples of all"
 OPTIONS = (
-    value("file", "FILE", "a YAML or JSON file of one of these programs"),
+    value("file", "FILE", "a YAML or JSON file, or a text with a command line of TRL"),
     *writes(_OUTPUT, "-o", "--output", default=DEFAULT_CONFIG),
     value("--model", "NAME", "model, where FILE names none"),
     value("--data", "FILE", "training data, where FILE names none"),
@@ -56,6 +58,7 @@ _CLASSES = re.compile(
     "|(SFT|Lora|Model)Config|ScriptArguments|(?P<method>DPO|ORPO|CPO|KTO|Reward)Config"
 )
 _FILES = (".yaml", ".yml", ".json")
+_OF_A_SHELL = re.compile(r".*[$`].*|;.*|[|&]+|\d?>.*|<", re.DOTALL)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -131,7 +134,9 @@ def _text(data: dict[str, Any]) -> str:
 
 
 def read_recipe(file: Path) -> tuple[dict[str, Any], str]:
-    """The keys in a YAML or JSON file, and the program that the file is of. Raises UserError."""
+    """The keys in a YAML or JSON file, or in a text with a command line of TRL, and the program
+    that the file is of. Raises UserError."""
+    text = _content(file)
     if file.suffix in (".py", ".ipynb"):
         raise UserError(
             f"{file} is a program in Python, which is neither run nor read",
@@ -139,20 +144,25 @@ def read_recipe(file: Path) -> tuple[dict[str, Any], str]:
             ' json.dump({"SFTConfig": args.to_dict(), "LoraConfig": peft_config.to_dict()}, file,'
             " default=list), and convert that file with --model and --data",
         )
-    if file.suffix not in _FILES:
-        raise UserError(
-            f"{file} is neither YAML nor JSON",
-            hint="write the options of a command line as keys into a YAML file: for trl dpo"
-            ' --beta 0.2 the lines "trl: dpo" and "beta: 0.2"',
-        )
+    if file.suffix in _FILES:
+        keys = _keys(text, file)
+        return keys, program_of(keys, str(file))
+    return _of_command(text, file), "TRL"
+
+
+def _content(file: Path) -> str:
     try:
-        keys = parse_object(file.read_bytes(), name=str(file), foreign=True)
-    except OSError as error:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {file}: {in_words(error)}") from error
+
+
+def _keys(text: str, file: Path) -> dict[str, Any]:
+    try:
+        keys = parse_object(text.encode(), name=str(file), foreign=True)
     except ConfigError as error:
         raise UserError(error.message) from None
-    keys = _flat({str(key): part for key, part in keys.items()}, file)
-    return keys, program_of(keys, str(file))
+    return _flat({str(key): part for key, part in keys.items()}, file)
 
 
 def _flat(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
@@ -166,3 +176,44 @@ def _flat(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
             if found.setdefault(name, part) != part:
                 raise UserError(f"{file}: {name} is given twice, with two values; keep one")
     return found
+
+
+def _of_command(text: str, file: Path) -> dict[str, Any]:
+    """The options of `trl METHOD`, which override the keys in the file of --config."""
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise UserError(f"{file}: a quotation in the command line has no end") from error
+    if words[:1] != ["trl"] or len(words) < 2 or any(map(_OF_A_SHELL.fullmatch, words)):
+        raise UserError(
+            f"{file} is neither YAML nor JSON, nor one command line of TRL",
+            hint="a shell script is not read; write its command alone, with the values in place of"
+            " variables: trl sft --model_name_or_path ...",
+        )
+    options = _options(words[2:], file)
+    keys: dict[str, Any] = {"trl": words[1]}
+    if (name := options.pop("config", None)) is not None:
+        path = Path(str(name)) if Path(str(name)).exists() else file.parent / str(name)
+        keys |= _keys(_content(path), path)
+    return keys | options
+
+
+def _options(words: Sequence[str], file: Path) -> dict[str, Any]:
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word):
+            name, equals, value = word.lstrip("-").partition("=")
+            name = name.replace("-", "_")
+            found[name] = [value] if equals else []
+        elif name:
+            found[name].append(word)
+        else:
+            raise UserError(f"{file}: {word} stands where an option of TRL is expected")
+    made: dict[str, Any] = {}
+    for name, values in found.items():
+        if name.startswith("no_") and not values:
+            made[name.removeprefix("no_")] = "false"
+        else:
+            made[name] = values[0] if len(values) == 1 else values or "true"
+    return made
