@@ -328,6 +328,7 @@ class Link:
                         self._room.notify_all()
                 if not outgoing.left:
                     self._tell(outgoing)
+                del following, outgoing, segment  # or a written frame's memory stays meanwhile
             self._stream.end_writes()
         except OSError as error:
             reason = PeerLostError(f"{self.name}: connection lost while writing: {_text(error)}")
@@ -359,8 +360,7 @@ class Link:
                     self._work.wait(pause_s)
                     continue
                 if outgoing is not None:
-                    written = outgoing.nbytes - outgoing.left
-                    room = _segment_bytes(written, outgoing.began, _WRITTEN)
+                    room = _segment_bytes(outgoing.nbytes - outgoing.left, outgoing.began, _WRITTEN)
                     segment = outgoing.take(_RESERVE_BYTES, room)
                     if segment or (left <= 0 and (segment := outgoing.take_one())):
                         self._queue.begin(outgoing, time.perf_counter())

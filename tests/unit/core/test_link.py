@@ -5,6 +5,7 @@ import random
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
@@ -12,6 +13,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -841,6 +843,17 @@ def test_silence_is_noticed_within_the_liveness_timeout(stack):
     proxy.up.blackhole = proxy.down.blackhole = True
     assert "has been silent for 1 s" in str(b.reason())
     assert time.monotonic() - began < 1.2
+
+
+def test_an_idle_link_holds_no_memory_of_what_it_has_sent(stack):
+    a, b = pair(stack, heartbeat_s=10 * WAIT_S, liveness_s=20 * WAIT_S)
+    data = np.zeros(16 << 20, np.uint8)  # more than the system takes at once
+    kept = weakref.ref(data)
+    tensor = WireTensor("uint8", data.shape, memoryview(data))
+    a.link.send(Message(Forward(0, 0, 1, 0), [tensor]))
+    del data, tensor
+    b.take()
+    wait_until(lambda: kept() is None)
 
 
 def test_heartbeats_keep_an_idle_link_alive(stack):
