@@ -57,7 +57,7 @@ _HEAD = ("process", "machine", "device", "layers", "memory needed", "with checkp
 
 @dataclass
 class _Look:
-    """What is known before any process is started, and `notes`, lines for the user."""
+    """Facts known before any process starts, and `notes` with lines for the user."""
 
     config: Config
     model: PretrainedConfig | None = None

@@ -46,7 +46,7 @@ class StageRow:
         return ", ".join(filter(None, parts))
 
     def state(self, step_s: float | None) -> str:
-        """What the process did in the last step, or that it is away."""
+        """Busy share and peak memory of the last step, or the reason why the process is away."""
         busy = share(self.last.get("busy_s", 0.0) / step_s if step_s else 0.0)
         peak = self.last.get("peak_memory")
         return self.away or f"busy {busy:>4}" + (f"  {size(peak):>8}" if peak else "")
