@@ -67,6 +67,7 @@ def environment(*, hub_token: bool = True) -> dict[str, str]:
             or (hub_token and _HUB.fullmatch(name))
         },
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONSAFEPATH": "1",  # `-m` would import the modules of the current directory first
         "PYTHONUNBUFFERED": "1",
         "PYTHONIOENCODING": "utf-8",
     }

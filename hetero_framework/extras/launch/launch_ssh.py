@@ -66,7 +66,7 @@ def run(given: Namespace, processes: Sequence[Launched]) -> int:
     if problems:
         raise NetworkError("\n  ".join(["nothing was started", *problems]))
     _log.info("all machines answer, and have the configuration and their keys")
-    here = (sys.executable, "-m", "hetero_framework")
+    here = (sys.executable, "-P", "-m", "hetero_framework")
     return _run({process: _start(given, process, here) for process in processes})
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hetero_framework.cluster.child import describe_end, describe_exit
+from hetero_framework.cluster.child import PROGRAM, describe_end, describe_exit, environment
 
 
 def test_exit_codes_and_signals_have_words():
@@ -35,3 +35,10 @@ def test_the_end_of_a_life_line_interrupts_any_wait_as_sigterm_does():
     )
     words = [sys.executable, "-c", program]
     assert subprocess.run(words, stdin=subprocess.DEVNULL, timeout=40).returncode == 7
+
+
+def test_modules_of_the_current_directory_are_not_taken_for_the_librarys(tmp_path):
+    (tmp_path / "argparse.py").write_text("raise SystemExit(7)")
+    words = [*PROGRAM, "--help"]
+    done = subprocess.run(words, env=environment(), cwd=tmp_path, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")

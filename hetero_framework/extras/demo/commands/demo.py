@@ -125,7 +125,7 @@ def settings(full_steps: int, lora_steps: int) -> tuple[dict[str, Any], dict[str
 @contextmanager
 def training(config: Path, *overrides: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a run, and wait for its end after the block. If it fails, end the demonstration."""
-    command = [sys.executable, "-m", "hetero_framework", "train", "--config", str(config)]
+    command = [sys.executable, "-P", "-m", "hetero_framework", "train", "--config", str(config)]
     with subprocess.Popen([*command, *(f"--set={one}" for one in overrides)]) as process:
         yield process
     if process.returncode:
