@@ -57,8 +57,7 @@ _HUB = re.compile(
 def environment(*, hub_token: bool = True) -> dict[str, str]:
     """Environment variables of a child that runs this package: all that it needs, and no other
     secrets."""
-    package_parent = str(Path(hetero_framework.__file__).parents[1])
-    paths = [package_parent, os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(hetero_framework.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return {
         **{
             name: value

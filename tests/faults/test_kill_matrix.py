@@ -1,8 +1,6 @@
 """Kills of each process at every failpoint, and of two or three at once or one after the other. The
 run recovers by itself and ends with the undisturbed result, to the last bit."""
 
-from __future__ import annotations
-
 import json
 import sys
 

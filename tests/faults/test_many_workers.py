@@ -1,7 +1,5 @@
 """Many workers: 32 real ones equal one process, and 64 light ones are all answered."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Random lives of a run's workers against the table of `Membership`."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test

@@ -1,7 +1,5 @@
 """Runs of several objectives, and one with everything switched on, killed at random moments."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
