@@ -1,7 +1,5 @@
 """The 4-bit Llama example trains: a tiny checkpoint stored in 4 bits takes the model's place."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -667,8 +667,7 @@ def layer_kinds(config: PretrainedConfig) -> list[int]:
     """For each layer, the first layer of its kind. Layers of a kind have equal modules, shapes and
     types of weights, and layer types (if the configuration lists them); in a model of a family also
     equal inputs. Loads nothing. Raises ArchitectureError."""
-    structure = introspect(config)
-    blocks = meta_model(config).get_submodule(structure.blocks)
+    blocks = meta_model(config).get_submodule(introspect(config).blocks)
     assert isinstance(blocks, nn.ModuleList)
     listed = [
         value
@@ -681,6 +680,7 @@ def layer_kinds(config: PretrainedConfig) -> list[int]:
     kinds = []
     for index, block in enumerate(blocks):
         shapes = tuple((name, p.shape, p.dtype) for name, p in block.named_parameters())
-        kind = (repr(block), shapes, *(str(values[index]) for values in listed))
+        modules = tuple((name, type(m), m.extra_repr()) for name, m in block.named_modules())
+        kind = (modules, shapes, *(str(values[index]) for values in listed))
         kinds.append(first.setdefault(kind, index))
     return kinds

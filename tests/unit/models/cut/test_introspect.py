@@ -15,6 +15,12 @@ def test_layers_of_a_plain_model_are_all_alike():
     assert layer_kinds(AutoConfig.for_model("llama", **SMALL, num_hidden_layers=3)) == [0, 0, 0]
 
 
+def test_modules_that_print_their_values_are_compared_without_values():
+    config = AutoConfig.for_model("ibert", **SMALL, num_hidden_layers=2)
+    config.architectures = ["IBertForSequenceClassification"]
+    assert layer_kinds(config) == [0, 0]
+
+
 def test_kinds_of_attention_are_distinguished_despite_equal_weights():
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     own = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 3}

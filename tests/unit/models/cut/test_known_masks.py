@@ -1,7 +1,5 @@
 """Masks of torch's attention that are made without a look at the device's numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.masking_utils import (
