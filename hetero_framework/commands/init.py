@@ -217,6 +217,11 @@ def propose(
         raw["island"] = {"name": answers.island, "lighthouse": where}
     elif answers.lighthouse is not None:
         raise UserError("--lighthouse HOST:PORT goes with --island NAME")
+    if all(entry.get("quantization") for entry in (coordinator, *entries)):
+        raise UserError(
+            "no machine of these has 4 bits, which qlora needs",
+            hint="take --adapter lora, or add a machine with an NVIDIA, AMD, Intel or Apple GPU",
+        )
     if answers.data:
         raw["data"] = {"train": answers.data, "max_length": 1024}
     raw["training"] = _training(answers.objective or "sft", len(entries), adapter)
@@ -266,15 +271,7 @@ QLORA = {"dtype": "bfloat16", "quantization": "nf4"}
 def write_config(answers: Answers, output: Path, *, force: bool = False) -> Config:
     """Propose, validate and write a configuration; `force` replaces a file. Raises UserError."""
     refuse_output(output, overwrite=force)
-    if answers.model is not None:
-        _model(answers.model)
-    told = told_objectives(answers.data)
-    if answers.objective is not None:
-        _check_objective(answers.objective, *told)
-    elif told[0]:
-        answers = replace(answers, objective=told[0][0])
-    model, data = (beside(path, output) for path in (answers.model, answers.data))
-    answers = replace(answers, model=model, data=data)
+    answers = settled(answers, output)
     if answers.coordinator is None and answers.adapter == "qlora":
         # "auto" may open a device without 4 bits.
         answers = replace(answers, device=_own_device(answers.device or "auto"))
@@ -284,14 +281,23 @@ def write_config(answers: Answers, output: Path, *, force: bool = False) -> Conf
         hostname=addresses.local_hostnames()[0],
         own_address=addresses.primary_address(),
     )
-    if all(entry.get("quantization") for entry in (raw["coordinator"], *raw["workers"])):
-        raise UserError(
-            "no machine of these has 4 bits, which qlora needs",
-            hint="take --adapter lora, or add a machine with an NVIDIA, AMD, Intel or Apple GPU",
-        )
     config = Config.from_dict(raw, output.absolute().parent, name="the answers")
     write_json(output, raw)
     return config
+
+
+def settled(answers: Answers, output: Path, **more: Any) -> Answers:
+    """The answers and `more`, with the objective that the data tell, and with paths as the file
+    `output` must state them. Raises UserError for a model or data that are not there."""
+    if answers.model is not None:
+        _model(answers.model)
+    told = told_objectives(answers.data)
+    if answers.objective is not None:
+        _check_objective(answers.objective, *told)
+    elif told[0]:
+        more = {"objective": told[0][0], **more}
+    model, data = (beside(path, output) for path in (answers.model, answers.data))
+    return replace(answers, model=model, data=data, **more)
 
 
 def told_objectives(data: str | None) -> tuple[list[str], str]:

@@ -8,9 +8,13 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from hetero_framework import registry
+from hetero_framework.commands.first_run import FirstRun
+from hetero_framework.commands.init import ADAPTERS, Answers
 from hetero_framework.commands.options import (
     ACCESS,
     CONFIG,
+    DEFAULT_CONFIG,
     IMPORT,
     LIFE_LINE,
     ROLE_HELP,
@@ -25,7 +29,7 @@ from hetero_framework.commands.options import (
     value,
 )
 from hetero_framework.commands.worker import serve
-from hetero_framework.errors import ResourceError, StoppedEarly
+from hetero_framework.errors import ResourceError, StoppedEarly, UserError
 
 _log = logging.getLogger(__name__)
 
@@ -39,13 +43,20 @@ def _resume_step(text: str) -> int | str:
 
 
 EXAMPLES = """
+    hetero train --model Qwen/Qwen3-0.6B --data train.jsonl
     hetero train --config hetero_config.json
     hetero train --resume latest
     hetero train --role worker --worker-id 2
     hetero train --output-dir runs/second --set training.learning_rate=1e-4
     """
+_ANSWERS = ("model", "data", "adapter", "objective")
 OPTIONS = (
     *CONFIG,
+    value("--model", "NAME", "without a configuration: train this model here, on all cards"),
+    value("--data", "FILE", "with --model: training data, a file or dataset name"),
+    option("--adapter", choices=ADAPTERS, help="with --model: what to train (default: lora)"),
+    value("--objective", "NAME", "with --model: what to learn (default: what the data tell)"),
+    flag("--dry-run", "show plan, memory and an estimate of the time, and stop"),
     value("--output-dir", "DIR", "instead of training.output_dir"),
     value("--resume", "latest|N", "continue from a checkpoint", type=_resume_step),
     value("--resume_step", "N", "as --resume N", type=_resume_step, dest="resume"),
@@ -69,6 +80,13 @@ OPTIONS = (
 
 
 def run(arguments: argparse.Namespace) -> int | None:
+    first = _first(arguments)
+    if arguments.dry_run:
+        plan = registry.needed("planners", "dry_run", "--dry-run")
+        print(plan(first.config() if first else load(arguments)))
+        return 0
+    if first is not None:
+        arguments.config, arguments.set = first.written(fresh=arguments.fresh), []
     config = load(arguments, saved_plan=False)
     from hetero_framework.commands.preflight import preflight
     from hetero_framework.security.access import island_access
@@ -90,6 +108,18 @@ def run(arguments: argparse.Namespace) -> int | None:
     ids = [worker for worker in role.worker_ids if worker in planned]
     _coordinate(config, ids, access, islands, arguments)
     return 0
+
+
+def _first(arguments: argparse.Namespace) -> FirstRun | None:
+    """What --model and the options beside it ask for; None without it. Raises UserError."""
+    if arguments.model is None:
+        if alone := [f"--{name}" for name in _ANSWERS if getattr(arguments, name) is not None]:
+            raise UserError(f"{' and '.join(alone)} go with --model; a file says it in itself")
+        return None
+    if arguments.config != DEFAULT_CONFIG:
+        raise UserError("--model makes a configuration; leave out --config, or --model")
+    answers = {name: getattr(arguments, name) for name in _ANSWERS}
+    return FirstRun(Answers(**answers), arguments.output_dir, arguments.set)
 
 
 def _coordinate(

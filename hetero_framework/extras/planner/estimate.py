@@ -26,7 +26,7 @@ from hetero_framework.data.sources import find_sources
 from hetero_framework.data.tokenizer import load_tokenizer
 from hetero_framework.data.train_data import load_data
 from hetero_framework.errors import UserError, attempt
-from hetero_framework.extras.planner import FleetProfile
+from hetero_framework.extras.planner import FleetProfile, plan_report
 from hetero_framework.extras.planner.host_link import HostLink
 from hetero_framework.extras.planner.known_devices import (
     KnownDevice,
@@ -36,6 +36,7 @@ from hetero_framework.extras.planner.known_devices import (
     known_device,
 )
 from hetero_framework.extras.planner.measuring import ModelCost, PartCost, profile_of
+from hetero_framework.extras.planner.plan_report import Wishes
 from hetero_framework.extras.planner.work import ModelWork, PartWork, model_work
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.files.quantization import check_devices, stored_quantization
@@ -170,6 +171,18 @@ def other_job(
     if rows is not None:
         changes["training"] = {"per_device_train_batch_size": rows}
     return config.with_changes(**changes)
+
+
+def dry_run(config: Config) -> str:
+    """Lines on the plan of a run, its memory, and an estimate of its time. A plan that is left to
+    the run is made here. Raises as `estimate_fleet`, `make_plan` and `judge_plan` do."""
+    profile, about = estimate_fleet(config, (), ())
+    if config.is_planned:
+        result = plan_report.judge_plan(profile, Path(), Wishes(), config.to_dict())
+    else:
+        result = plan_report.make_plan(profile, Wishes())
+    about["pace"] = pace(about["job"], result.predicted_step_s)
+    return plan_report.text({**plan_report.described(result), "estimate": about})
 
 
 def pace(job: Mapping[str, Any], step_s: float) -> dict[str, float]:

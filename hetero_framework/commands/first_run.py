@@ -1,0 +1,84 @@
+"""The configuration of `hetero train --model`: this machine with all its cards, and their plan left
+to the run. It stays in the output directory, where it can be edited and given further machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.commands.init import Answers, propose, settled
+from hetero_framework.commands.options import DEFAULT_CONFIG
+from hetero_framework.config import COORDINATOR_PORT, WORKER_PORT, Config, load_config
+from hetero_framework.config.load import apply_override
+from hetero_framework.config.strict_json import read_object
+from hetero_framework.core import addresses
+from hetero_framework.core.files import NamingOf, write_json
+from hetero_framework.errors import UserError
+
+_HERE = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class FirstRun:
+    """What was asked for: answers, the output directory (None: runs/NAME of the model), and
+    settings such as "training.max_steps=10"."""
+
+    answers: Answers
+    output_dir: str | None = None
+    settings: Sequence[str] = ()
+
+    @property
+    def file(self) -> Path:
+        """Where the configuration goes."""
+        name = Path(str(self.answers.model)).expanduser().resolve().name
+        return Path(self.output_dir or Path("runs", name)).absolute() / DEFAULT_CONFIG
+
+    def config(self) -> Config:
+        """The configuration, which is not written. Raises UserError."""
+        return load_config(self._raw(), (), self.file.parent)
+
+    def written(self, *, fresh: bool = False) -> Path:
+        """Write the configuration, and return its path. One that is there is used if it is the
+        same, and is replaced with `fresh`. Raises UserError where it is another one."""
+        file, raw = self.file, self._raw()
+        load_config(raw, (), file.parent)  # names all problems before anything is written
+        if file.exists() and not fresh:
+            if _without_ports(read_object(file)) != _without_ports(raw):
+                raise UserError(
+                    f"{file} is there, and says something else than these options",
+                    hint=f"hetero train --config {file} trains as it says; --fresh replaces it, and"
+                    " --output-dir DIR leaves it alone",
+                )
+            return file
+        with NamingOf(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, raw)
+        return file
+
+    def _raw(self) -> dict[str, Any]:
+        here, *others = cards()
+        ports = (port for port in count(WORKER_PORT) if addresses.port_is_free(_HERE, port))
+        home = f"{_HERE}:{COORDINATOR_PORT}:{here}"
+        workers = [f"{_HERE}:{next(ports)}:{card}" for card in others]
+        answers = settled(self.answers, self.file, coordinator=home, workers=workers)
+        raw = propose(answers, None, hostname=None, own_address=_HERE)
+        raw["training"]["output_dir"] = "."
+        for setting in self.settings:
+            apply_override(raw, setting)
+        return raw
+
+
+def cards() -> list[str]:
+    """The accelerators of this machine by their names here, else its CPU."""
+    from hetero_framework.core.devices import list_devices  # imports torch
+
+    return [device.name for device in list_devices() if device.kind != "cpu"] or ["cpu"]
+
+
+def _without_ports(raw: dict[str, Any]) -> dict[str, Any]:
+    """Which ports are free changes from one call to the next."""
+    return {**raw, "workers": [{**entry, "port": None} for entry in raw.get("workers", ())]}
