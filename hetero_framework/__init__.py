@@ -13,8 +13,8 @@ from hetero_framework._version import __version__
 __all__ = ["__version__", "load_config", "train"]
 
 if TYPE_CHECKING:
+    from hetero_framework.api import train
     from hetero_framework.config import load_config
-    from hetero_framework.trainer.coordinator import train
 
 
 def __getattr__(name: str) -> Any:
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
 
         return load_config
     if name == "train":
-        from hetero_framework.trainer.coordinator import train
+        from hetero_framework.api import train
 
         return train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

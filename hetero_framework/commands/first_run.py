@@ -5,7 +5,7 @@ to the run. It stays in the output directory, where it can be edited and given f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -60,23 +60,26 @@ class FirstRun:
         return file
 
     def _raw(self) -> dict[str, Any]:
-        here, *others = cards()
-        ports = (port for port in count(WORKER_PORT) if addresses.port_is_free(_HERE, port))
-        home = f"{_HERE}:{COORDINATOR_PORT}:{here}"
-        workers = [f"{_HERE}:{next(ports)}:{card}" for card in others]
-        answers = settled(self.answers, self.file, coordinator=home, workers=workers)
-        raw = propose(answers, None, hostname=None, own_address=_HERE)
+        raw = proposed(settled(self.answers, self.file))
         raw["training"]["output_dir"] = "."
         for setting in self.settings:
             apply_override(raw, setting)
         return raw
 
 
-def cards() -> list[str]:
-    """The accelerators of this machine by their names here, else its CPU."""
+def proposed(answers: Answers) -> dict[str, Any]:
+    """The configuration of this machine with all its accelerators, else its CPU, or with the device
+    of `answers`. Raises UserError."""
     from hetero_framework.core.devices import list_devices  # imports torch
 
-    return [device.name for device in list_devices() if device.kind != "cpu"] or ["cpu"]
+    cards = [device.name for device in list_devices() if device.kind != "cpu"]
+    here, *others = [answers.device] if answers.device else cards or ["cpu"]
+    ports = (port for port in count(WORKER_PORT) if addresses.port_is_free(_HERE, port))
+    machines = {
+        "coordinator": f"{_HERE}:{COORDINATOR_PORT}:{here}",
+        "workers": [f"{_HERE}:{next(ports)}:{card}" for card in others],
+    }
+    return propose(replace(answers, **machines), None, hostname=None, own_address=_HERE)
 
 
 def _without_ports(raw: dict[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ LAYERS = {
     "trainer": 9,
     "commands": 10,
     "extras": 11,
+    "api": 12,
     "cli": 12,
     "__main__": 13,
 }

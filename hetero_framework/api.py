@@ -1,0 +1,100 @@
+"""Training from Python: `train` takes a configuration, or a model and data as TRL's trainers do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from os import PathLike, fspath
+from typing import TYPE_CHECKING, Any
+
+from hetero_framework import registry
+from hetero_framework.commands.first_run import proposed
+from hetero_framework.commands.init import LORA, QLORA, Answers
+from hetero_framework.config import Config, load_config
+from hetero_framework.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from hetero_framework.trainer.coordinator import RunSummary
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "lora": {"adapter": LORA},
+    "qlora": {"adapter": LORA, "model": QLORA},
+}
+
+
+def train(
+    config: Config | None = None,
+    *,
+    model: str | PathLike[str] | None = None,
+    adapter: Any = None,
+    data: Mapping[str, Any] | None = None,
+    training: Any = None,
+    **more: Any,
+) -> RunSummary:
+    """Train, from start to finish, and return a summary; its `load()` is the trained model.
+
+    Args:
+        config: What and where to train, as `load_config` returns it. Instead, give `model`: then
+            this machine trains with all its cards.
+        model: Name on the hub, or folder.
+        adapter: "lora", "qlora", a dictionary of its settings, or peft's LoraConfig. None trains
+            all weights.
+        data: Settings of the section "data", such as {"max_length": 2048}; "train" in it names data
+            instead of `train_dataset`.
+        training: Settings of the section "training", or an object: TrainingArguments, SFTConfig,
+            DPOConfig, KTOConfig, RewardConfig, ...
+        more: train_dataset, eval_dataset, processing_class, callbacks, compute_metrics, resume,
+            fresh and what else `hetero_framework.trainer.coordinator.train` takes.
+
+    Raises the HeteroError that fits the failure.
+    """
+    given = {"adapter": adapter, "data": data, "training": training}
+    if config is None:
+        if model is None:
+            raise UserError("train() needs a configuration, or model=... and data")
+        config = _configured(fspath(model), adapter, data, training, more.get("train_dataset"))
+    elif also := [name for name, value in {"model": model, **given}.items() if value is not None]:
+        raise UserError(f"{' and '.join(also)}: the configuration says it; give one of them")
+    from hetero_framework.trainer.coordinator import train as run  # imports torch
+
+    return run(config, **more)
+
+
+def _configured(model: str, adapter: Any, data: Any, training: Any, rows: Any) -> Config:
+    """The configuration of a run here. Raises ConfigError."""
+    raw: dict[str, Any] = {"model": {"name_or_path": model}, "data": dict(data or {})}
+    raw |= {"adapter": None, "training": {}}
+    if isinstance(adapter, str):
+        if adapter not in _PRESETS:
+            raise ConfigError(f'adapter {adapter!r} is not "lora" or "qlora"')
+        preset = _PRESETS[adapter]
+        raw["model"] |= preset.get("model", {})
+        adapter = preset["adapter"]
+    objects = [part for part in (adapter, training) if not isinstance(part, Mapping | None)]
+    if objects:
+        convert = registry.needed("conversions", "objects", type(objects[0]).__name__)
+        known = {"model.name_or_path": model, "data.train": "given"}
+        found = convert(*(part if part in objects else None for part in (adapter, training)), known)
+        del found["data"]["train"]
+        raw = {name: {**found[name], **raw[name]} if raw[name] else found[name] for name in raw}
+    if isinstance(adapter, Mapping):
+        raw["adapter"] = dict(adapter)
+    if isinstance(training, Mapping):
+        raw["training"] |= training
+    if "objective" not in raw["training"] and (told := _told(rows)):
+        raw["training"]["objective"] = told
+    here = proposed(Answers(device="cpu" if getattr(training, "use_cpu", False) else None))
+    return load_config({**here, **raw})
+
+
+def _told(rows: Any) -> str | None:
+    """The objective that the first row tells; None where there is none, or it cannot be looked at
+    without using it up."""
+    if not isinstance(rows, Iterable) or iter(rows) is rows:
+        return None
+    from hetero_framework.data.kinds import objectives_of  # imports torch
+    from hetero_framework.data.sources import Record
+
+    first = next(iter(rows), None)
+    if not isinstance(first, Mapping):
+        return None
+    return next(iter(objectives_of(Record("train_dataset[0]", dict(first)))), None)

@@ -1,0 +1,164 @@
+"""`train` from Python without a configuration: what becomes of its arguments."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+from peft import LoraConfig
+from transformers import TrainingArguments
+from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
+
+from hetero_framework import train
+from hetero_framework.config import Config, load_config
+from hetero_framework.errors import ConfigError, UserError
+from hetero_framework.trainer import coordinator
+from tests.installed import needs
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`warmup_ratio` is deprecated:FutureWarning"),
+]
+TEXTS = [{"text": "a text"}]
+PAIRS = [{"prompt": "a", "chosen": " b", "rejected": " c"}]
+RATED = [{"prompt": "a", "completion": " b", "label": True}]
+CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": "none"}
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    """configured(**arguments): the configuration that `train` trains, with the rest of them."""
+
+    def run(config, **more):
+        return SimpleNamespace(config=config, more=more)
+
+    monkeypatch.setattr(coordinator, "train", run)
+    return lambda **given: train(**{"model": "org/name", **given})
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    return config.to_dict()
+
+
+def test_a_dictionary_is_a_section(configured):
+    made = configured(
+        adapter={"r": 4},
+        data={"max_length": 64},
+        training={"max_steps": 2, "learning_rate": 1e-3},
+        train_dataset=TEXTS,
+        resume="latest",
+    )
+    assert made.more == {"train_dataset": TEXTS, "resume": "latest"}
+    assert made.config.model.name_or_path == "org/name"
+    assert made.config.adapter.r == 4
+    assert made.config.data.max_length == 64
+    assert made.config.training.max_steps == 2
+    assert made.config.training.objective == "sft"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "rank", "kind"),
+    [(None, None, None), ("lora", 16, None), (LoraConfig(r=4), 4, None)],
+    ids=["none", "lora", "of peft"],
+)
+def test_adapters(adapter, rank, kind, configured):
+    config = configured(adapter=adapter, train_dataset=TEXTS).config
+    assert (config.adapter and config.adapter.r) == rank
+    assert config.model.quantization == kind
+
+
+@needs("convert")
+def test_the_configuration_of_an_adapter_is_taken_whole(configured):
+    theirs = LoraConfig(
+        r=4,
+        lora_alpha=3,
+        lora_dropout=0.1,
+        target_modules=["v_proj", "q_proj"],
+        use_rslora=True,
+        modules_to_save=["lm_head"],
+        rank_pattern={"q_proj": 2},
+        task_type="CAUSAL_LM",
+    )
+    ours = configured(adapter=theirs, train_dataset=TEXTS).config.adapter
+    assert (ours.r, ours.lora_alpha, ours.lora_dropout, ours.use_rslora) == (4, 3, 0.1, True)
+    assert set(ours.target_modules) == {"q_proj", "v_proj"}
+    assert ours.modules_to_save == ("lm_head",)
+    assert ours.rank_pattern == {"q_proj": 2}
+
+
+@needs("convert", "preferences", "classification")
+@pytest.mark.parametrize(
+    ("cls", "rows", "objective"),
+    [
+        (SFTConfig, TEXTS, "sft"),
+        (DPOConfig, PAIRS, "dpo"),
+        (KTOConfig, RATED, "kto"),
+        (RewardConfig, PAIRS, "reward"),
+    ],
+)
+def test_the_configurations_of_trl_name_their_objective(cls, rows, objective, configured):
+    theirs = cls(max_steps=7, per_device_train_batch_size=2, seed=5, **CPU)
+    config = configured(training=theirs, train_dataset=rows).config
+    assert config.training.objective == objective
+    assert config.training.learning_rate == theirs.learning_rate
+    assert (config.training.max_steps, config.training.seed) == (7, 5)
+    assert config.training.report_to == ()
+    assert not config.training.bf16
+    assert config.coordinator.device == "cpu"
+
+
+@needs("convert")
+def test_training_arguments_are_taken(configured):
+    theirs = TrainingArguments(warmup_steps=3, optim="sgd", num_train_epochs=2, **CPU)
+    config = configured(training=theirs, train_dataset=TEXTS).config
+    assert (config.training.warmup_steps, config.training.optim) == (3, "sgd")
+    assert config.training.num_train_epochs == 2
+
+
+@needs("preferences", "classification")
+@pytest.mark.parametrize(
+    ("rows", "objective"),
+    [(TEXTS, "sft"), (PAIRS, "dpo"), (RATED, "kto"), ([{"text": "a", "label": 1}], None)],
+)
+@pytest.mark.parametrize("form", [list, datasets.Dataset.from_list])
+def test_without_an_objective_the_rows_tell_it(rows, objective, form, configured):
+    config = configured(train_dataset=form(rows)).config
+    assert config.training.objective == objective or objective is None
+
+
+def test_rows_that_can_be_read_once_are_not_looked_at(configured):
+    rows = iter(PAIRS)
+    assert configured(train_dataset=rows).config.training.objective == "sft"
+    assert next(rows) == PAIRS[0]
+
+
+@needs("convert")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"adapter": "lorra"}, "'lorra' is not"),
+        ({"adapter": 3}, "int is no configuration"),
+        ({"training": SFTConfig}, "type is no configuration"),
+        ({"training": {"max_stepz": 3}}, 'did you mean "max_steps"'),
+        ({"training": SFTConfig(deepspeed=None, fsdp="full_shard", **CPU)}, "fsdp"),
+        ({"adapter": LoraConfig(megatron_config={"a": 1})}, "megatron_config"),
+        ({"adapter": LoraConfig(init_lora_weights="eva")}, "eva"),
+        ({"data": {"max_lenght": 3}}, 'did you mean "max_length"'),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)
+def test_what_cannot_be_had_is_refused_by_its_name(arguments, said, configured):
+    with pytest.raises(ConfigError, match=said):
+        configured(train_dataset=TEXTS, **arguments)
+
+
+def test_a_configuration_and_parts_of_one_exclude_each_other():
+    config = load_config(
+        {"coordinator": {"ip": "127.0.0.1"}, "shard_plan": [{"id": "local", "start": 0, "end": 1}]}
+    )
+    with pytest.raises(UserError, match="model and training: the configuration says it"):
+        train(config, model="x", training={})
+    with pytest.raises(UserError, match="needs a configuration, or model"):
+        train()
