@@ -10,6 +10,7 @@ from hetero_framework import registry
 from hetero_framework.commands.first_run import proposed
 from hetero_framework.commands.init import LORA, QLORA, Answers
 from hetero_framework.config import Config, load_config
+from hetero_framework.config.objectives import needs_of
 from hetero_framework.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -80,8 +81,11 @@ def _configured(model: str, adapter: Any, data: Any, training: Any, rows: Any) -
         raw["adapter"] = dict(adapter)
     if isinstance(training, Mapping):
         raw["training"] |= training
-    if "objective" not in raw["training"] and (told := _told(rows)):
-        raw["training"]["objective"] = told
+    objective = raw["training"].get("objective") or _told(rows)
+    if objective is not None and not objects:
+        # What this kind of data needs, as `hetero init` writes it.
+        needed = registry.facts("data", needs_of(objective).data).get("training", {})
+        raw["training"] = {**needed, "objective": objective, **raw["training"]}
     here = proposed(Answers(device="cpu" if getattr(training, "use_cpu", False) else None))
     return load_config({**here, **raw})
 

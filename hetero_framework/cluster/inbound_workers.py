@@ -18,6 +18,7 @@ from hetero_framework.core import timeouts
 from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.identity import key_owner
 from hetero_framework.core.threads import in_background
 from hetero_framework.security.acceptor import Acceptor, Greet
 from hetero_framework.security.access import Access
@@ -60,7 +61,7 @@ class InboundWorkers:
         reader thread."""
         self._acceptor.gone(connection.stream)
         identity, name = connection.identity, f"worker {call.worker_id}"
-        if identity is not None and identity.worker != str(call.worker_id):
+        if identity is not None and identity.worker != key_owner(call.worker_id):
             text = f"the certificate is that of {identity}, not {name}"
             connection.refuse("identity", text, "use the key of this machine's own entry")
             return

@@ -11,7 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from hetero_framework.config import Config, Machine, WorkerConfig, normal_host
+from hetero_framework.config.cards import ALL
 from hetero_framework.core import addresses
+from hetero_framework.core.identity import key_owner
 from hetero_framework.errors import ConfigError, UserError
 
 
@@ -76,7 +78,7 @@ def decide_role(
         return Role(True, local_worker_ids(config, identity))
     here = [w for w in config.workers if _names_machine(config, w, identity)]
     if not here and "local" not in keys:
-        here = [worker for worker in config.workers if str(worker.id) in keys]
+        here = [worker for worker in config.workers if key_owner(worker.id) in keys]
     if here:
         return Role(False, _planned(config, here))
     all_loopback = all(map(_is_loopback, (config.coordinator, *config.workers)))
@@ -84,6 +86,30 @@ def decide_role(
     if not ids:
         raise Unnamed(_no_role(config, identity), hint=_HINT)
     return Role(False, ids)
+
+
+def with_own_devices(config: Config) -> Config:
+    """The configuration with the accelerators of this machine, else its CPU, in place of "all" of
+    coordinator.devices. On another machine "all" stays. Raises ConfigError for "all" of a worker,
+    whose machine has not told its devices."""
+    for worker in config.workers:
+        if worker.devices == ALL:
+            raise ConfigError(
+                f'the devices of worker {worker.id} are "all", and only its machine knows which',
+                hint=f"have it join (hetero invite {worker.id}), or list them in the file, as in"
+                ' "devices": ["cuda:0", "cuda:1"]',
+            )
+    home = config.coordinator
+    if home.devices != ALL or not addresses.is_local_address(home.ip):
+        return config
+    return config.with_changes(coordinator={"devices": devices_here()})
+
+
+def devices_here() -> list[str]:
+    """The accelerators of this machine by their names, else its CPU."""
+    from hetero_framework.core.devices import list_devices  # imports torch
+
+    return [device.name for device in list_devices() if device.kind != "cpu"] or ["cpu"]
 
 
 def check_coordinator(role: Role, what: str) -> None:

@@ -10,9 +10,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from hetero_framework.commands.init import Answers, propose, settled
+from hetero_framework.cluster.roles import devices_here
+from hetero_framework.commands.init import Answers, checked_data, propose, settled
 from hetero_framework.commands.options import DEFAULT_CONFIG
-from hetero_framework.config import COORDINATOR_PORT, WORKER_PORT, Config, load_config
+from hetero_framework.config import COORDINATOR_PORT, Config, load_config
 from hetero_framework.config.load import apply_override
 from hetero_framework.config.strict_json import read_object
 from hetero_framework.core import addresses
@@ -47,7 +48,7 @@ class FirstRun:
         file, raw = self.file, self._raw()
         load_config(raw, (), file.parent)  # names all problems before anything is written
         if file.exists() and not fresh:
-            if _without_ports(read_object(file)) != _without_ports(raw):
+            if _without_port(read_object(file)) != _without_port(raw):
                 raise UserError(
                     f"{file} is there, and says something else than these options",
                     hint=f"hetero train --config {file} trains as it says; --fresh replaces it, and"
@@ -60,6 +61,9 @@ class FirstRun:
         return file
 
     def _raw(self) -> dict[str, Any]:
+        if self.answers.data is None:
+            raise UserError("--model needs training data: --data FILE, or a dataset's name")
+        checked_data(self.answers.data)
         raw = proposed(settled(self.answers, self.file))
         raw["training"]["output_dir"] = "."
         for setting in self.settings:
@@ -68,20 +72,18 @@ class FirstRun:
 
 
 def proposed(answers: Answers) -> dict[str, Any]:
-    """The configuration of this machine with all its accelerators, else its CPU, or with the device
-    of `answers`. Raises UserError."""
-    from hetero_framework.core.devices import list_devices  # imports torch
-
-    cards = [device.name for device in list_devices() if device.kind != "cpu"]
-    here, *others = [answers.device] if answers.device else cards or ["cpu"]
-    ports = (port for port in count(WORKER_PORT) if addresses.port_is_free(_HERE, port))
-    machines = {
-        "coordinator": f"{_HERE}:{COORDINATOR_PORT}:{here}",
-        "workers": [f"{_HERE}:{next(ports)}:{card}" for card in others],
-    }
-    return propose(replace(answers, **machines), None, hostname=None, own_address=_HERE)
+    """The configuration of this machine with all its devices, or with the device of `answers`.
+    Raises UserError."""
+    devices = [answers.device] if answers.device else devices_here()
+    port = next(p for p in count(COORDINATOR_PORT) if addresses.port_is_free(_HERE, p))
+    answers = replace(answers, coordinator=f"{_HERE}:{port}:{devices[0]}")
+    raw = propose(answers, None, hostname=None, own_address=_HERE)
+    if len(devices) > 1:
+        del raw["coordinator"]["device"]
+        raw["coordinator"]["devices"] = devices
+    return raw
 
 
-def _without_ports(raw: dict[str, Any]) -> dict[str, Any]:
-    """Which ports are free changes from one call to the next."""
-    return {**raw, "workers": [{**entry, "port": None} for entry in raw.get("workers", ())]}
+def _without_port(raw: dict[str, Any]) -> dict[str, Any]:
+    """Which port is free changes from one call to the next."""
+    return {**raw, "coordinator": {**raw["coordinator"], "port": None}}

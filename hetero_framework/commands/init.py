@@ -404,7 +404,7 @@ class _Questions:
 
     def ask_all(self) -> None:
         usual = _USUAL_DATA if Path(_USUAL_DATA).is_file() else None
-        self.fill("data", "Training data: a file or a dataset name", usual, _data)
+        self.fill("data", "Training data: a file or a dataset name", usual, checked_data)
         told, listed = told_objectives(self.answers.data)
         if listed:
             self.say(f"The data have the fields {listed}.")
@@ -431,7 +431,8 @@ def _model(text: str) -> str:
     return text
 
 
-def _data(text: str) -> str:
+def checked_data(text: str) -> str:
+    """The name of training data. Raises UserError for a path that is not there."""
     is_file = _is_path(text) or registry.has("files", Path(text.lower().removesuffix(".gz")).suffix)
     if is_file and not Path(text).expanduser().exists() and not glob.glob(text, recursive=True):
         raise UserError(f"there is no file {text}; a dataset's name on the hub is like ORG/NAME")

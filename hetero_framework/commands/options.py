@@ -117,8 +117,10 @@ OUTPUT_DIRECTORY = (
 _DIRECTORIES = {"output_dir": "training.output_dir", "checkpoint_dir": "checkpoint_dir"}
 
 
-def load(arguments: argparse.Namespace, *, saved_plan: bool = True) -> Any:
-    """The configuration. With `saved_plan`, the plan that the run saved replaces an "auto" plan."""
+def load(arguments: argparse.Namespace, *, saved_plan: bool = True, devices: bool = True) -> Any:
+    """The configuration. With `saved_plan`, the plan that the run saved replaces an "auto" plan;
+    with `devices`, the names of this machine's devices replace "all"."""
+    from hetero_framework.cluster.roles import with_own_devices
     from hetero_framework.config import load_config, with_saved_plan
 
     overrides = [*getattr(arguments, "set", ())]
@@ -134,6 +136,7 @@ def load(arguments: argparse.Namespace, *, saved_plan: bool = True) -> Any:
         arguments.config or DEFAULT_CONFIG, overrides, getattr(arguments, "base_dir", None)
     )
     config.require(name=str(arguments.config or DEFAULT_CONFIG))
+    config = with_own_devices(config) if devices else config
     set_level(config.training.log_level)
     if not config.training.reads_text:
         from hetero_framework.models.cut.family import decided

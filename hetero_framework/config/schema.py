@@ -34,6 +34,7 @@ from pydantic import (
 )
 
 from hetero_framework import registry
+from hetero_framework.config.cards import with_cards
 from hetero_framework.config.composition import disagreements, schema_for
 from hetero_framework.config.expressions import EXPRESSIONS, expression, expressions
 from hetero_framework.config.host_names import checked_host, host_and_port, normal_host
@@ -145,6 +146,11 @@ class Machine(Section):
     device: str = "auto"
     """Device of the process: "auto", "cpu", "cuda", "cuda:1", "rocm:0", "mps", "xpu:0". "auto"
     takes the first accelerator, else the CPU. Elsewhere: gpu, cuda."""
+    devices: tuple[str, ...] | Literal["all"] | None = None
+    """Instead of `device`, several of one machine, each of which gets a process: ["cuda:0",
+    "cuda:1"]. The second of worker 1 is called "1@2" in shard_plan; a port counts up from that of
+    the entry. "all": all accelerators of the machine. A worker's are known once the machine has
+    joined (`hetero invite`)."""
     num_threads: Annotated[int | None, with_unit("threads", ge=1)] = None
     """CPU threads of the process, unless OMP_NUM_THREADS is set. null: the cores of the machine,
     shared evenly by the processes of the plan on it. Elsewhere: threads, cpu_threads,
@@ -153,6 +159,15 @@ class Machine(Section):
     """Quantisation of the layers that the process holds, instead of model.quantization. "none" is
     full precision, for a device that cannot do 4 bits next to others that can. null: as the model
     has it. A layer keeps its kind throughout a run: it moves between machines of one kind only."""
+
+    @field_validator("devices")
+    @classmethod
+    def _lists_devices(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and info.data.get("device", "auto") != "auto":
+            raise ValueError("goes without device, which names one; leave one of them out")
+        if value == ():
+            raise ValueError("names no device")
+        return value
 
     @field_validator("device")
     @classmethod
@@ -221,7 +236,10 @@ class WorkerConfig(Machine):
         if value == "local":
             raise ValueError('"local" names the coordinator; give the worker another id')
         if isinstance(value, str):
-            checked_id(value, "an id")
+            machine, at, number = value.partition("@")  # "box@2" is the second card of box
+            checked_id(machine, "an id")
+            if at and not (number.isascii() and number.isdigit() and int(number) > 1):
+                raise ValueError('after the "@" of an id comes the number of a card, from 2 on')
         if isinstance(value, int) and value < 0:
             raise ValueError("a worker id is not negative")
         return value
@@ -1141,7 +1159,7 @@ class Config(WholeFile):
         """Validate a dictionary of JSON types; relative paths start at `base_dir`, else at the
         current directory. ConfigError has all problems; PlanError when all are in the plan."""
         valid: dict[str, Any] = {}
-        of_extras = registry.entries("sections")
+        raw, of_extras = with_cards(raw), registry.entries("sections")
         raw = {key: v for key, v in raw.items() if v is not None or key not in of_extras}
         raw, left_out = without_harmless(raw, schema_for(Config, raw))
         schema = schema_for(Config, raw)

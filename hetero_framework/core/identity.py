@@ -38,6 +38,11 @@ _URI = re.compile(
 )
 
 
+def key_owner(process: WorkerId) -> str:
+    """The name under which a process has its key: "box" for "box@2", the second card of "box"."""
+    return str(process).partition("@")[0]
+
+
 @dataclass(frozen=True)
 class Identity:
     """A process of a cluster: its keeper, "local", or a member by its name."""
@@ -48,8 +53,9 @@ class Identity:
 
     @classmethod
     def of(cls, cluster: str, process: WorkerId, kind: ClusterKind = STAR) -> Identity:
-        """The identity of a process; "local" is the coordinator, as in a plan."""
-        return cls(cluster, str(process), kind)
+        """The identity of a process; "local" is the coordinator, as in a plan. All cards of a
+        machine have one identity."""
+        return cls(cluster, key_owner(process), kind)
 
     @classmethod
     def parse(cls, uri: str) -> Identity:

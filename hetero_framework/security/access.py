@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from hetero_framework.config import Config
 from hetero_framework.core import addresses, tls
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.identity import Identity
+from hetero_framework.core.identity import Identity, key_owner
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.tls import Certificate
 from hetero_framework.errors import IdentityError
@@ -113,7 +113,7 @@ class Keyed:
             if (peer.cluster, peer.kind) != (identity.cluster, identity.kind):
                 return _other(peer, identity)
             self._learn(peer, note)
-            if self.members is None or peer.keeps or peer.process in map(str, self.members):
+            if self.members is None or peer.keeps or peer.process in map(key_owner, self.members):
                 return None
             known = ", ".join(map(str, self.members))
             return f"{peer} is not in this machine's configuration ({peer.kind.member}s: {known})"

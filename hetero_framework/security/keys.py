@@ -35,7 +35,7 @@ from hetero_framework.core.files import (
     replace_files,
     write_private,
 )
-from hetero_framework.core.identity import ISLANDS, STAR, ClusterKind, Identity
+from hetero_framework.core.identity import ISLANDS, STAR, ClusterKind, Identity, key_owner
 from hetero_framework.errors import HeteroError, IdentityError, of_disk
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,8 @@ class KeyDirectory:
 
     def bundle(self, process: int | str) -> Path:
         """The file with the key of "local", the keeper of the authority, or of a member."""
-        name = self.kind.keeper if process == "local" else f"{self.kind.member}-{process}"
+        member = key_owner(process)
+        name = self.kind.keeper if process == "local" else f"{self.kind.member}-{member}"
         return self.path / f"{name}.pem"
 
     def has(self, process: int | str) -> bool:

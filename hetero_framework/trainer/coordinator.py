@@ -23,7 +23,12 @@ from torch import Tensor
 from hetero_framework import control, errors, log, registry
 from hetero_framework.cluster.cluster import Cluster, Gradients
 from hetero_framework.cluster.local_workers import LocalWorkers
-from hetero_framework.cluster.roles import Unnamed, check_coordinator, decide_role
+from hetero_framework.cluster.roles import (
+    Unnamed,
+    check_coordinator,
+    decide_role,
+    with_own_devices,
+)
 from hetero_framework.config import PLAN_FILE, Config, interval
 from hetero_framework.config.asked_extras import absent_extras, asked, chosen
 from hetero_framework.config.optimizers import check_optimizer
@@ -174,11 +179,12 @@ class _Call:
 
     def __post_init__(self) -> None:
         """Check what was given, before anything is opened."""
+        given = with_own_devices(self.config)
         if self.access is None:
             with suppress(Unnamed):
-                role = decide_role(self.config, keys=key_directory(self.config).processes())
+                role = decide_role(given, keys=key_directory(given).processes())
                 check_coordinator(role, "train")
-        config = with_objects(self.config, self.given)
+        config = with_objects(given, self.given)
         config.require("model", "data")
         self._objects = objects = _objects(config, self.given, self.replan)
         self._absent = list(absent_extras(config, objects))

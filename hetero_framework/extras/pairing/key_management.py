@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 import os
 import shlex
@@ -12,14 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hetero_framework.cluster.roles import devices_here
 from hetero_framework.commands.options import DEFAULT_CONFIG
 from hetero_framework.commands.preflight import raise_all
 from hetero_framework.config import LIGHTHOUSE_PORT, Config, host_and_port, split_address
-from hetero_framework.config.strict_json import parse_object
+from hetero_framework.config.cards import ALL
+from hetero_framework.config.strict_json import YAML_ENDINGS, parse_object, read_object
 from hetero_framework.core import addresses, timeouts, tls
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
-from hetero_framework.core.files import refuse_output, rename, write_file
+from hetero_framework.core.files import refuse_output, rename, write_file, write_json
 from hetero_framework.core.identity import Identity
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background
@@ -27,6 +31,7 @@ from hetero_framework.errors import IdentityError, UserError, in_words, of_disk
 from hetero_framework.extras.pairing.pairing import (
     GOOD_FOR_S,
     Configuration,
+    Configure,
     Inviting,
     PairedMachine,
     Token,
@@ -67,16 +72,57 @@ def invite(
     """Print for each worker the line to paste on its machine, and wait until all have joined.
     Raises IdentityError for workers that did not join, UserError, and NetworkError for a port in
     use."""
-    known = {str(worker.id): worker.id for worker in config.workers}
-    for worker in workers:
-        if worker not in known:
-            listed = ", ".join(known) or "none"
-            raise UserError(f"{file} has no worker {worker} (workers: {listed})")
-    machines = [config.worker(known[worker]) for worker in dict.fromkeys(workers)]
-    invited = {m.id: f" ({', '.join(filter(None, (m.hostname, m.ip)))})" for m in machines}
-    given = Configuration(file.name, file.read_text(encoding="utf-8-sig"))
+    known = {str(worker.id): worker for worker in config.workers}
+    asked = [*dict.fromkeys(workers)]
+    new = [worker for worker in asked if worker not in known]
+    if new:
+        _check_growth(config, file, new, ", ".join(known) or "none")
+        config = config.with_changes(coordinator={"ip": _reachable(config.coordinator.ip)})
+    facts: dict[WorkerId, str] = dict.fromkeys(new, "")
+    for machine in (known[worker] for worker in asked if worker in known):
+        facts[machine.id] = f" ({', '.join(filter(None, (machine.hostname, machine.ip)))})"
     place = (config.coordinator.ip, config.coordinator.port)
-    _invite(keys, invited, given, place, port, say)
+    _invite(keys, facts, partial(_joining, file, place[0]), file.name, place, port, say)
+
+
+def _check_growth(config: Config, file: Path, new: Sequence[str], listed: str) -> None:
+    """Raise UserError where `file` cannot take further workers."""
+    missing = f"{file} has no worker {new[0]} (workers: {listed})"
+    if file.suffix in YAML_ENDINGS:
+        hint = f"add it to the file, whose comments no program keeps: workers: [{{id: {new[0]}}}]"
+        raise UserError(missing, hint=hint)
+    if config.is_planned:
+        raise UserError(missing, hint='add it, or set "shard_plan": "auto" to have it planned in')
+
+
+def _reachable(host: str) -> str:
+    """The address of this machine for others: `host`, unless it means this machine everywhere."""
+    return addresses.primary_address() if addresses.is_loopback(host) else host
+
+
+def _joining(
+    file: Path, home: str, worker: WorkerId, host: str, devices: Sequence[str]
+) -> Configuration:
+    """Note in `file` what a worker told that joins from `host`, and return the file for it. An
+    entry that names its device stays as it is. Raises ConfigError and OSError."""
+    raw = read_object(file)
+    before = copy.deepcopy(raw)
+    entries = raw.setdefault("workers", [])
+    entry = next((one for one in entries if str(one.get("id")) == str(worker)), None)
+    if entry is None:
+        number = int(worker) if isinstance(worker, str) and worker.isdecimal() else worker
+        entry = {"id": number, "ip": host, "devices": ALL}  # without a port it dials
+        entries.append(entry)
+        raw["coordinator"]["ip"] = home
+    if entry.get("devices") == ALL and devices:
+        entry["devices"] = [*devices]
+    config = Config.from_dict(raw, file.absolute().parent, name=file.name)
+    if raw != before:
+        write_json(file, raw)
+    text = file.read_text(encoding="utf-8-sig")
+    if config.coordinator.devices == ALL:  # of this machine, not of the one that joins
+        text = json.dumps({**raw, "coordinator": {**raw["coordinator"], "devices": devices_here()}})
+    return Configuration(file.name, text)
 
 
 def invite_islands(
@@ -90,7 +136,7 @@ def invite_islands(
     key directory of the islands."""
     for name in names:
         checked_name(name)
-    _invite(keys, dict.fromkeys(names, ""), None, address, port, say)
+    _invite(keys, dict.fromkeys(names, ""), None, DEFAULT_CONFIG, address, port, say)
 
 
 def lighthouse_address(config: Config | None, host: str | None) -> tuple[str, int]:
@@ -123,19 +169,19 @@ def _listener(host: str, usual: int, wanted: int | None) -> Listener:
 def _invite(
     keys: KeyDirectory,
     invited: Mapping[WorkerId, str],
-    given: Configuration | None,
+    configure: Configure | None,
+    file: str,
     place: tuple[str, int],
     port: int | None,
     say: Say,
 ) -> None:
-    """Invite members and wait for them. `invited` has the facts known of each machine."""
+    """Invite members and wait for them. `invited` has the known facts of each one's machine, and
+    `file` is the name of the configuration there."""
     authority, made = certificates.ensure_authority(keys)
     if made:
         _log.info("made the authority of a new cluster: %s", keys.path)
-    inviting = Inviting(keys, authority, invited, given)
-    more = ""
-    if given is not None and given.name != DEFAULT_CONFIG:
-        more = f" --config {shlex.quote(given.name)}"
+    inviting = Inviting(keys, authority, invited, configure)
+    more = "" if file == DEFAULT_CONFIG else f" --config {shlex.quote(file)}"
     with closing(_listener(*place, port)) as listener:
         address = host_and_port(place[0], listener.port)
         for entry in inviting.invitations:
@@ -193,7 +239,7 @@ def join_cluster(address: str, token: str, file: Path, keys: KeyDirectory) -> Pa
         if is_worker and given is not None:
             _write_configuration(file, given.text)
 
-    return join(host, port, parsed, keep)
+    return join(host, port, parsed, keep, devices_here())
 
 
 def _write_configuration(file: Path, text: str) -> None:

@@ -9,7 +9,8 @@
 3. TLS begins. The inviting side shows the certificate of that authority's keeper: the coordinator,
    which invites workers, or the lighthouse, which invites islands.
 4. The joining side makes a key, which never leaves it. It sends a signing request, an HMAC of the
-   secret over the request, and the secret's first bytes, which name the invitation.
+   secret over the request, the secret's first bytes, which name the invitation, and the names of
+   its devices.
 5. It gets its certificate, its name and the configuration, if there is one, and confirms.
 """
 
@@ -24,12 +25,12 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hetero_framework.config import host_and_port
+from hetero_framework.config import host_and_port, split_address
 from hetero_framework.core import timeouts, tls
 from hetero_framework.core.dial import REFUSED, connect
 from hetero_framework.core.fields import WorkerId
@@ -53,6 +54,7 @@ _NAME_BYTES = 4
 _LENGTH = struct.Struct(">I")
 _MAX_CERTIFICATE_BYTES = 4096
 _MAX_ANSWER_BYTES = 4 << 20
+_MOST_DEVICES = 64
 _SILENT = "it says nothing"
 _AGAIN = "have this machine invited again (hetero invite)"
 
@@ -125,6 +127,10 @@ class Configuration:
     text: str
 
 
+Configure = Callable[[WorkerId, str, Sequence[str]], Configuration]
+"""Makes the file for a worker that joins from this host, with these devices."""
+
+
 class Inviting:
     """The inviting side: a `Gate` that admits no peer, but hands out certificates."""
 
@@ -135,12 +141,12 @@ class Inviting:
         keys: KeyDirectory,
         authority: Authority,
         members: Iterable[WorkerId],
-        configuration: Configuration | None,
+        configure: Configure | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._keys = keys
         self._authority = authority
-        self._configuration = configuration
+        self._configure = configure
         self._clock = clock
         self._lock = threading.Lock()
         hashed, until = _hash(authority.certificate_der), clock() + GOOD_FOR_S
@@ -164,12 +170,12 @@ class Inviting:
             encrypted = TlsStream(stream, made, server=True, alpn=_ALPN)
             with tls.explained("it"):
                 encrypted.shake_hands(deadline)
-                name, request, proof = _request(encrypted.receive_note(deadline))
+                name, request, proof, devices = _request(encrypted.receive_note(deadline))
                 invitation = self._take(name, request, proof)
                 if invitation is None:
                     encrypted.send_note({"refused": _REFUSED}, deadline)
                     raise IdentityError("the invitation is wrong, used or over")
-                self._hand_over(encrypted, invitation, request, deadline)
+                self._hand_over(encrypted, invitation, request, devices, deadline)
             kind = self._keys.kind
             return encrypted, Identity.of(self._authority.cluster, invitation.process, kind)
         except (OSError, HeteroError):
@@ -193,18 +199,27 @@ class Inviting:
             return None
 
     def _hand_over(
-        self, stream: TlsStream, invitation: Invitation, request: bytes, deadline: float
+        self,
+        stream: TlsStream,
+        invitation: Invitation,
+        request: bytes,
+        devices: Sequence[str],
+        deadline: float,
     ) -> None:
         outcome, name = "somebody took it, but did not confirm", str(invitation.process)
         try:
             with self._lock:  # the list of certificates is one file
                 certificate = sign(self._keys, self._authority, invitation.process, request)
+                given = None
+                if self._configure is not None:
+                    host = split_address(stream.peer)[0]
+                    given = self._configure(invitation.process, host, devices)
             answer = {
                 self._keys.kind.member: name,
                 "certificate": certificate.decode(),
                 "authority": self._authority.certificate_pem.decode(),
             }
-            if (given := self._configuration) is not None:
+            if given is not None:
                 answer.update(name=given.name, configuration=given.text)
             stream.send_note(answer, deadline)
             if stream.receive_note(deadline) != {"joined": name}:
@@ -218,15 +233,20 @@ class Inviting:
 _REFUSED = "no open invitation has this token: it is used, over or of another `hetero invite`"
 
 
-def _request(note: dict[str, Any]) -> tuple[str, bytes, str]:
-    """The name of an invitation, a signing request that is not checked yet, and its proof. Raises
-    ValueError."""
+def _request(note: dict[str, Any]) -> tuple[str, bytes, str, list[str]]:
+    """The name of an invitation, a signing request that is not checked yet, its proof, and the
+    devices of the machine. Raises ValueError."""
     name, request, proof = (note.get(field) for field in ("invitation", "request", "proof"))
     if not (isinstance(name, str) and isinstance(request, str) and isinstance(proof, str)):
         raise ValueError("a signing request was expected")
     if not proof.isascii():
         raise ValueError("a proof is hexadecimal")
-    return name, base64.b64decode(request, validate=True), proof
+    devices = note.get("devices", [])
+    if not (isinstance(devices, list) and all(isinstance(name, str) for name in devices)):
+        raise ValueError("devices are a list of names")
+    if len(devices) > _MOST_DEVICES or any(len(name) > _MOST_DEVICES for name in devices):
+        raise ValueError("no machine has devices of such a number or name")
+    return name, base64.b64decode(request, validate=True), proof, devices
 
 
 @dataclass(frozen=True)
@@ -243,10 +263,12 @@ def join(
     port: int,
     token: Token,
     keep: Callable[[PairedMachine], None],
+    devices: Sequence[str] = (),
     timeout_s: float = 15.0,
 ) -> PairedMachine:
-    """Have this machine join under its invited name. `keep` writes what the machine got, before it
-    confirms. Raises IdentityError, and NetworkError when there is no answer."""
+    """Have this machine, which has these devices, join under its invited name. `keep` writes what
+    the machine got, before it confirms. Raises IdentityError, and NetworkError when there is no
+    answer."""
 
     def secure(stream: Stream) -> Stream:
         """Nothing is sent before the other side has shown the authority of the token."""
@@ -273,7 +295,7 @@ def join(
     assert isinstance(stream, TlsStream)
     try:
         with tls.explained("the machine there"):
-            return _ask(stream, token, keep)
+            return _ask(stream, token, keep, devices)
     except OSError as error:
         text = f"the invitation was cut short: {error.strerror or error}"
         raise IdentityError(text, hint=_AGAIN) from error
@@ -300,12 +322,18 @@ def _encrypted(stream: Stream, token: Token, deadline: float) -> TlsStream:
     return encrypted
 
 
-def _ask(stream: TlsStream, token: Token, keep: Callable[[PairedMachine], None]) -> PairedMachine:
+def _ask(
+    stream: TlsStream,
+    token: Token,
+    keep: Callable[[PairedMachine], None],
+    devices: Sequence[str],
+) -> PairedMachine:
     deadline = time.monotonic() + 2 * timeouts.STRANGER_S
     key = x509.new_key()
     request = x509.signing_request(key)
     encoded = base64.b64encode(request).decode()
-    asked = {"invitation": token.name, "request": encoded, "proof": token.proof(request)}
+    asked: dict[str, Any] = {"invitation": token.name, "request": encoded}
+    asked |= {"proof": token.proof(request), "devices": [*devices]}
     stream.send_note(asked, deadline)
     answer = stream.receive_note(deadline, _MAX_ANSWER_BYTES)
     if (refused := answer.get("refused")) is not None:

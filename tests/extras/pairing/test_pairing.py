@@ -52,12 +52,17 @@ class Host:
         self.keys = KeyDirectory(folder, *([ISLANDS] if islands else []))
         self.authority = certificates.ensure_authority(self.keys)[0]
         self.clock = Clock()
-        told = (islands, None) if islands else ([1, "two"], CONFIGURATION)
+        self.told: list[tuple[Any, ...]] = []
+        told = (islands, None) if islands else ([1, "two"], self._configure)
         self.inviting = Inviting(self.keys, self.authority, *told, self.clock)
         self.joined: list[str] = []
         self.listener = Listener("127.0.0.1", 0)
         self._acceptor = Acceptor(self.inviting, self._greet)
         self._accepting = in_background(lambda: self._acceptor.run(self.listener), "accept")
+
+    def _configure(self, *told: Any) -> Configuration:
+        self.told.append(told)
+        return CONFIGURATION
 
     def _greet(self, stream: Any, identity: Any) -> None:
         self._acceptor.gone(stream)
@@ -70,7 +75,7 @@ class Host:
     def join(
         self, token: Token, keep: Callable[[PairedMachine], None] = lambda joined: None
     ) -> PairedMachine:
-        return join("127.0.0.1", self.listener.port, token, keep)
+        return join("127.0.0.1", self.listener.port, token, keep, ["cuda:0", "cuda:1"])
 
     def outcomes(self) -> list[str | None]:
         return [entry.outcome for entry in self.inviting.invitations]

@@ -22,7 +22,7 @@ EXAMPLES = """
     hetero invite --island garage --bind 192.168.1.10
     """
 OPTIONS = (
-    value("workers", "ID", "worker ID in the configuration", nargs="*"),
+    value("workers", "ID", "worker ID in the configuration, or one that is added", nargs="*"),
     repeated(
         "--island",
         "NAME",
@@ -50,8 +50,9 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.bind is not None and not arguments.islands:
         raise UserError("--bind HOST goes with hetero invite --island")
     if not arguments.islands:
-        key_management.invite(load(arguments), file, keys, arguments.workers, port)
+        config = load(arguments, saved_plan=False, devices=False)
+        key_management.invite(config, file, keys, arguments.workers, port)
         return
-    config = load(arguments) if file.exists() else None
+    config = load(arguments, devices=False) if file.exists() else None
     address = key_management.lighthouse_address(config, arguments.bind)
     key_management.invite_islands(keys.of_islands, arguments.islands, address, port)
