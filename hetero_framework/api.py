@@ -70,19 +70,21 @@ def _configured(model: str, adapter: Any, data: Any, training: Any, rows: Any) -
         preset = _PRESETS[adapter]
         raw["model"] |= preset.get("model", {})
         adapter = preset["adapter"]
-    objects = [part for part in (adapter, training) if not isinstance(part, Mapping | None)]
-    if objects:
+    theirs = [None if isinstance(part, Mapping) else part for part in (adapter, training)]
+    if objects := [part for part in theirs if part is not None]:
         convert = registry.needed("conversions", "objects", type(objects[0]).__name__)
-        known = {"model.name_or_path": model, "data.train": "given"}
-        found = convert(*(part if part in objects else None for part in (adapter, training)), known)
+        found = convert(*theirs, {"model.name_or_path": model, "data.train": "given"})
         del found["data"]["train"]
-        raw = {name: {**found[name], **raw[name]} if raw[name] else found[name] for name in raw}
+        taken = found if theirs[1] is not None else {"adapter": found["adapter"]}
+        raw |= {
+            name: {**part, **(raw[name] or {})} if part else None for name, part in taken.items()
+        }
     if isinstance(adapter, Mapping):
         raw["adapter"] = dict(adapter)
     if isinstance(training, Mapping):
         raw["training"] |= training
     objective = raw["training"].get("objective") or _told(rows)
-    if objective is not None and not objects:
+    if objective is not None and theirs[1] is None:
         # What this kind of data needs, as `hetero init` writes it.
         needed = registry.facts("data", needs_of(objective).data).get("training", {})
         raw["training"] = {**needed, "objective": objective, **raw["training"]}

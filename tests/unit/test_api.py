@@ -89,6 +89,18 @@ def test_the_configuration_of_an_adapter_is_taken_whole(configured):
     assert ours.rank_pattern == {"q_proj": 2}
 
 
+@needs("convert")
+def test_defaults_of_training_are_trls_with_its_object_alone(configured):
+    adapter = LoraConfig(r=4)
+    own = configured(adapter=adapter, train_dataset=TEXTS).config.training
+    assert own.learning_rate == type(own)().learning_rate
+    mixed = configured(adapter=adapter, training={"max_steps": 3}, train_dataset=TEXTS).config
+    assert mixed.training.learning_rate == own.learning_rate
+    theirs = configured(adapter=adapter, training=SFTConfig(**CPU), train_dataset=TEXTS).config
+    assert theirs.training.learning_rate == SFTConfig(**CPU).learning_rate
+    assert theirs.adapter.r == 4
+
+
 @needs("convert", "preferences", "classification")
 @pytest.mark.parametrize(
     ("cls", "rows", "objective"),
