@@ -76,7 +76,7 @@ LOWEST_BIN := $(LOWEST)/$(notdir $(BIN))
 lowest:
 	$(PYTHON) -m venv --clear $(LOWEST)
 	$(LOWEST_BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(LOWEST_BIN)/python -m uv pip install --python $(LOWEST) --resolution lowest-direct --editable ".[dev,pictures]"
+	$(LOWEST_BIN)/python -m uv pip install --python $(LOWEST) --resolution lowest-direct --editable ".[dev]"
 	$(LOWEST_BIN)/python -m pytest -n 2 --dist loadgroup tests/unit $(PYTEST_ARGS)
 	$(LOWEST_BIN)/python examples/demo.py
 

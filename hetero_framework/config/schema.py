@@ -899,7 +899,7 @@ class TrainingConfig(Section):
     """TensorBoard directory. null: output_dir/tensorboard. Elsewhere: log_dir, tensorboard_dir."""
     visualize: Annotated[bool, FREE] = True
     """Draw the diagram of the machines into output_dir, and at the end the run's curves
-    (curves.png), for which matplotlib is needed."""
+    (curves.png)."""
     visualization_format: Annotated[Literal["png", "svg", "pdf", "mmd"], FREE, _DRAWN] = "png"
     """Format of the diagram; mmd is Mermaid text. Graphviz draws it, else matplotlib."""
     page: Annotated[bool, FREE] = False

@@ -1,6 +1,6 @@
 """The curves of runs by step: losses, learning rate, gradient norm, and the objective's measures.
 
-Read from metrics.jsonl, drawn by matplotlib (the extra "pictures").
+Read from metrics.jsonl, drawn by matplotlib.
 """
 
 from __future__ import annotations

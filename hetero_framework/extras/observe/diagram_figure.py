@@ -1,4 +1,4 @@
-"""The diagram as a file: drawn by Graphviz, else by matplotlib, else as Mermaid text.
+"""The diagram as a file: drawn by Graphviz, else by matplotlib, or as Mermaid text.
 
 In matplotlib's picture the processes stand in one column. The arrows between them run in lanes on
 its right, so that none crosses a box. Lengths are points; y grows downwards.
@@ -34,7 +34,6 @@ from hetero_framework.extras.observe.pictures import FAINT, INK, PAPER, text_pt
 _PAD, _GAP, _MARGIN, _LANE, _LEADING = 12.0, 26.0, 24.0, 18.0, 1.35
 _ASIDE = 4.0  # arrows leave a stage below its middle and enter one above it
 _FORMATS = ("png", "svg", "pdf", "mmd")
-_BETTER = "the package graphviz gives a better one"
 _log = logging.getLogger(__name__)
 
 
@@ -176,9 +175,9 @@ def draw(
     format: str | None = None,
     details: DiagramDetails | None = None,
 ) -> Path:
-    """Write the picture and return the file that was written. Without Graphviz matplotlib draws it;
-    without both, Mermaid text is written beside `path`. Both cases are logged. Without `format` the
-    file name decides. Raises UserError for an unknown format or a file that cannot be written."""
+    """Write the picture and return its file. Where Graphviz is absent or fails, matplotlib draws.
+    Without `format` the file name decides. Raises UserError for an unknown format or a file that
+    cannot be written."""
     target = Path(path)
     chosen = pictures.picture_format(target, format, _FORMATS)
     diagram = Diagram.of(config, details)
@@ -189,16 +188,6 @@ def draw(
         dot.attr(dpi="144")
     try:
         return pictures.write_picture(target, bytes(dot.pipe(format=chosen, quiet=True)))
-    except graphviz.ExecutableNotFound:
-        problem = "Graphviz (the program dot) is not installed"
-    except subprocess.SubprocessError:
-        problem = "Graphviz failed"
-    if pictures.can_draw():
-        pictures.save(lambda: figure(diagram), target, chosen)
-        _log.warning("%s, so matplotlib has drawn %s; %s", problem, target, _BETTER)
-        return target
-    written = pictures.write_picture(target.with_suffix(".mmd"), to_mermaid(diagram).encode())
-    text = "%s, and neither is matplotlib, so no %s was drawn; %s"
-    instead = f"wrote {written} instead, which Markdown viewers and mermaid.live draw"
-    _log.warning(text, problem, chosen.upper(), instead)
-    return written
+    except (graphviz.ExecutableNotFound, subprocess.SubprocessError) as error:
+        _log.debug("matplotlib draws %s: %s", target, error)
+        return pictures.save(lambda: figure(diagram), target, chosen)

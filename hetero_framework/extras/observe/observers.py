@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hetero_framework.core.spans import ALL_STEPS, Span, is_span
 from hetero_framework.errors import HeteroError, ProtocolError
-from hetero_framework.extras.observe import curves, pictures
+from hetero_framework.extras.observe import curves
 from hetero_framework.extras.observe.curves import CURVES_FILE
 from hetero_framework.extras.observe.diagram import DiagramDetails
 from hetero_framework.extras.observe.diagram_figure import draw
@@ -65,6 +65,8 @@ class RunPictures(Observer):
 
     def __init__(self, run: Watched) -> None:
         self._config = run.placed.prepared.config
+        form = self._config.training.visualization_format
+        self._diagram = self._config.output_dir / f"architecture.{form}"
 
     def begin(self, state: TrainState, run: RunStart, due: Due) -> None:
         self._draw_diagram(run.placed)
@@ -74,19 +76,15 @@ class RunPictures(Observer):
 
     def exported(self, state: TrainState) -> None:
         output = self._config.output_dir
-        if pictures.can_draw():
-            with _optional("the curves are"):
-                curves.draw([curves.read_run(output, output.name)], output / CURVES_FILE)
+        with _optional("the curves are"):
+            curves.draw([curves.read_run(output, output.name)], output / CURVES_FILE)
 
     def leaves(self) -> Mapping[str, str | Path]:
         output = self._config.output_dir
-        diagram = output / f"architecture.{self._config.training.visualization_format}"
-        if not diagram.exists():  # without a program that draws
-            diagram = diagram.with_suffix(".mmd")
-        return {"diagram": diagram, "curves": output / CURVES_FILE}
+        return {"diagram": self._diagram, "curves": output / CURVES_FILE}
 
     def _draw_diagram(self, placed: Placement) -> None:
-        """Draw `architecture.<format>` in the output directory."""
+        """Draw the machines as a file in the output directory."""
         prepared = placed.prepared
         config, model = prepared.config, prepared.config.model
         assert model is not None
@@ -98,14 +96,13 @@ class RunPictures(Observer):
             devices={owner: fact.label for owner, fact in placed.facts.items()},
             direct=placed.direct,
         )
-        chosen = config.training.visualization_format
         with _optional("the diagram of the machines is"):
-            draw(config, config.output_dir / f"architecture.{chosen}", chosen, details)
+            draw(config, self._diagram, details=details)
 
 
 @contextmanager
 def _optional(what: str) -> Iterator[None]:
-    """Within the block, a failed picture or a missing matplotlib is logged and ends no run."""
+    """Within the block, a failed picture is logged and ends no run."""
     try:
         yield
     except (HeteroError, ImportError, OSError, RuntimeError, ValueError) as error:

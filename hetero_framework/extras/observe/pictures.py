@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import warnings
@@ -17,20 +16,11 @@ FORMATS = ("png", "svg", "pdf")
 PAPER, INK, FAINT, GRID = "#fdfdfb", "#222222", "#5f6670", "#d9d8d3"
 
 
-def can_draw() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 def save(make: Callable[[], Any], path: str | os.PathLike[str], form: str | None = None) -> Path:
     """Write the Figure that `make` draws to `path`. Without `form` the file's name decides. Raises
-    UserError without matplotlib, for an unknown format and for a file that cannot be written."""
+    UserError for an unknown format and for a file that cannot be written."""
     target = Path(path)
     chosen = picture_format(target, form, FORMATS)
-    if not can_draw():
-        raise UserError(
-            "the picture needs matplotlib, which is not installed",
-            hint='pip install matplotlib, or "hetero-framework[pictures]"',
-        )
     import matplotlib
 
     content = io.BytesIO()

@@ -4,6 +4,7 @@ doctor` finds of programs that draw."""
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from hetero_framework.config import Config, load_config
 from hetero_framework.errors import UserError
-from hetero_framework.extras.observe import diagram_figure, pictures
+from hetero_framework.extras.observe import diagram_figure
 from hetero_framework.extras.observe.diagram import (
     STYLES,
     WORDS,
@@ -278,12 +279,16 @@ def test_dot_draws_every_plan(tmp_path, format, magic):
 @pytest.mark.parametrize(
     ("format", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")]
 )
-def test_without_dot_matplotlib_draws(tmp_path, format, magic, logged):
-    path = draw(THREE, tmp_path / f"picture.{format}", format)
+def test_without_dot_matplotlib_draws_and_says_so_to_developers_alone(
+    tmp_path, format, magic, caplog
+):
+    with caplog.at_level(logging.DEBUG, logger="hetero_framework"):
+        path = draw(THREE, tmp_path / f"picture.{format}", format)
     assert path == tmp_path / f"picture.{format}"
     assert path.read_bytes().startswith(magic)
-    assert len(logged) == 1
-    assert "is not installed, so matplotlib has drawn" in logged[0]
+    (said,) = caplog.records
+    assert said.levelno == logging.DEBUG
+    assert "matplotlib draws" in said.getMessage()
 
 
 @pytest.mark.filterwarnings("ignore:Glyph:UserWarning")
@@ -344,24 +349,10 @@ def test_precision_is_shown_where_it_differs_by_machine():
     assert lines == ["weights nf4", "weights nf4", "weights in full precision"]
 
 
-@pytest.mark.usefixtures("no_dot")
-@pytest.mark.parametrize("format", ["png", "svg", "pdf"])
-def test_without_dot_and_matplotlib_mermaid_is_written(tmp_path, format, logged, monkeypatch):
-    monkeypatch.setattr(pictures, "can_draw", lambda: False)
-    path = draw(THREE, tmp_path / f"picture.{format}", format)
-    assert path == tmp_path / "picture.mmd"
-    assert list(tmp_path.iterdir()) == [path]
-    assert path.read_text(encoding="utf-8") == to_mermaid(Diagram.of(THREE))
-    assert len(logged) == 1
-    assert "is not installed" in logged[0]
-    assert f"no {format.upper()} was drawn" in logged[0]
-    assert "picture.mmd" in logged[0]
-
-
-def test_a_failing_dot_is_reported(tmp_path, monkeypatch, logged):
+def test_matplotlib_draws_where_dot_fails(tmp_path, monkeypatch, logged):
     replace_pipe(monkeypatch, subprocess.CalledProcessError(1, "dot"))
-    assert draw(THREE, tmp_path / "a.png").suffix == ".png"
-    assert "Graphviz failed" in logged[0]
+    assert draw(THREE, tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert logged == []
 
 
 @pytest.mark.usefixtures("no_dot")

@@ -34,7 +34,7 @@ def test_an_error_that_ends_a_run_is_not_replaced_by_its_timelines(alone):
             file.close(failed)
 
 
-def test_a_run_goes_on_where_its_curves_cannot_be_drawn(alone, logged, monkeypatch):
+def test_a_run_goes_on_where_its_curves_cannot_be_drawn(alone, logged):
     config = alone(training={"visualize": True})
     curves, metrics = config.output_dir / "curves.png", config.output_dir / "metrics.jsonl"
     drawn = RunPictures(watched(config))
@@ -42,10 +42,6 @@ def test_a_run_goes_on_where_its_curves_cannot_be_drawn(alone, logged, monkeypat
     assert "the curves are not drawn: there is no metrics.jsonl" in logged.pop()
     config.output_dir.mkdir()
     metrics.write_text('{"step": 1, "loss": 2.0, "learning_rate": 0.1, "grad_norm": null}\n')
-    monkeypatch.setattr("hetero_framework.extras.observe.pictures.can_draw", lambda: False)
-    drawn.exported(TrainState())
-    assert not curves.exists()
-    monkeypatch.undo()
     curves.mkdir()
     drawn.exported(TrainState())
     assert "cannot write the picture" in logged.pop()

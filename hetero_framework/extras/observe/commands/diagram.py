@@ -28,7 +28,6 @@ def run(arguments: argparse.Namespace) -> None:
     config = load(arguments)
     from hetero_framework.extras.observe.diagram import Diagram, to_mermaid
     from hetero_framework.extras.observe.diagram_figure import draw
-    from hetero_framework.extras.observe.pictures import can_draw
 
     if arguments.output == "-":
         if arguments.format not in (None, "mmd"):
@@ -39,5 +38,5 @@ def run(arguments: argparse.Namespace) -> None:
     if form is None and arguments.output is None:
         form = config.training.visualization_format
     output = Path(arguments.output or f"architecture.{form}")
-    check_outputs(arguments, output, *[output.with_suffix(".mmd")] * (not can_draw()))
+    check_outputs(arguments, output)
     print(draw(config, output, form))
