@@ -1,4 +1,4 @@
-"""Three machines, each in a network namespace, pair and train by the README's commands alone.
+"""Three machines, each in a network namespace, pair and train by the commands of the page alone.
 
 The last one has no port and a name that nobody knows, not itself either: its key says who it is."""
 
@@ -23,7 +23,7 @@ from tests.samples import save_llama, save_texts
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "three_machines.md"
 WAIT_S = 240.0
 COMMAND = (sys.executable, "-m", "hetero_framework")
 skipped = pytest.mark.skipif(needs() is not None, reason=str(needs()))
@@ -65,8 +65,8 @@ def ended(process: subprocess.Popen[str], deadline: float) -> tuple[int, str]:
     return process.returncode, said
 
 
-def test_the_commands_are_those_of_the_readme():
-    text = README.read_text(encoding="utf-8")
+def test_the_commands_are_those_of_the_page():
+    text = PAGE.read_text(encoding="utf-8")
     for command in (
         "hetero invite 1 2 --config cluster.json",
         "hetero join 192.168.1.10:9998 HT1-... --config cluster.json",
@@ -140,7 +140,7 @@ def test_three_machines_pair_and_train(machines, figure):
         others = [f for f in machine.folder.rglob("*") if f.is_file() and f.parent != own]
         assert not [f for f in others if secret.encode() in f.read_bytes()]
     figure(
-        "three machines paired by the README",
+        "three machines paired by their page",
         f"{paired - began:.0f} s with init, then 3 steps over TLS",
         "no other command",
     )

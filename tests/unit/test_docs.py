@@ -19,13 +19,15 @@ from hetero_framework.cli import build_parser, main
 from hetero_framework.commands.check_report import forecast
 from hetero_framework.config import Config, load_config
 from tests.installed import whole
-from tests.samples import module_of, plan_of, save_texts, save_tokenizer
+from tests.samples import module_of, plan_of, save_llama, save_texts, save_tokenizer
 
 pytestmark = whole  # the pages tell of all
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 CONFIGS = [ROOT / "hetero_config.json", *sorted(ROOT.glob("examples/*.json"))]
+MAKE = "CONTRIBUTING.md"
+THREE = ROOT / "docs" / "three_machines.md"
 PROGRAMS = ("hetero ", "make ", "python ")
 # What takes minutes or other machines is parsed, not run.
 RUN = {"check", "diagram", "schema", "doctor"}
@@ -53,13 +55,14 @@ def blocks(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def commands() -> list[tuple[Path, list[str]]]:
-    """Every command line of the pages, comments taken off."""
+    """Every command line of the pages, without comments and the name of the machine in front."""
     found = []
     for page in PAGES:
         for language, text in blocks(page):
             if language in ("", "sh", "bash"):
                 lines = text.replace("\\\n", " ").splitlines()
-                lines = [line.strip() for line in lines if line.strip().startswith(PROGRAMS)]
+                lines = [re.sub(r"^\w+\$ +", "", line.strip()) for line in lines]
+                lines = [line for line in lines if line.startswith(PROGRAMS)]
                 found += [(page, shlex.split(line, comments=True)) for line in lines]
     return found
 
@@ -69,9 +72,12 @@ HETERO = [(page, words[1:]) for page, words in COMMANDS if words[0] == "hetero"]
 
 
 def test_pages_have_commands():
-    readme = [words for page, words in COMMANDS if page.name == "README.md"]
-    assert ["make", "demo"] in readme
-    assert ["make", "test"] in readme
+    of = {page: [w for p, w in COMMANDS if p.name == page] for page in ("README.md", MAKE)}
+    assert ["make", "demo"] in of[MAKE]
+    assert ["make", "test"] in of[MAKE]
+    assert {words[1] for words in of["README.md"] if words[0] == "hetero"} == {
+        *("train", "invite", "join", "worker")
+    }
     assert {words[0] for _, words in HETERO} >= {"init", "check", "train", "merge", "doctor"}
 
 
@@ -120,7 +126,7 @@ QWEN = {
 
 
 def test_init_of_the_three_machines_passes_check(tmp_path, monkeypatch):
-    (words,) = [w for page, w in HETERO if page.name == "README.md" and w[0] == "init" and w[1:]]
+    (words,) = [w for page, w in HETERO if page == THREE and w[0] == "init" and w[1:]]
     model = tmp_path / words[words.index("--model") + 1]
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(QWEN))
@@ -130,10 +136,10 @@ def test_init_of_the_three_machines_passes_check(tmp_path, monkeypatch):
     assert [spec.owner for spec in config.plan.stages] == ["local", 1, 2]
 
 
-def test_recipe_of_the_readme_is_a_configuration_of_the_same_machines():
-    (recipe,) = [text for language, text in blocks(ROOT / "README.md") if language == "json"]
+def test_recipe_of_the_three_machines_is_a_configuration_of_the_same_machines():
+    (recipe,) = [text for language, text in blocks(THREE) if language == "json"]
     config = Config.from_dict(json.loads(recipe))
-    (words,) = [w for page, w in HETERO if page.name == "README.md" and w[0] == "init" and w[1:]]
+    (words,) = [w for page, w in HETERO if page == THREE and w[0] == "init" and w[1:]]
     named = [f"{m.ip}:{m.port}:{m.device}" for m in (config.coordinator, *config.workers)]
     assert named == [word for word in words if word.startswith("192.")]
 
@@ -191,17 +197,34 @@ def test_files_that_commands_name_exist():
                 assert importlib.util.find_spec(word) is not None
 
 
+TRAINING = ("README.md", "python.md")  # of the latter: test_callbacks.py
 PYTHON = [
     (page, text)
     for page in PAGES
     for language, text in blocks(page)
-    if language == "python" and page.name != "python.md"  # its blocks train: test_callbacks.py
+    if language == "python" and page.name not in TRAINING
 ]
 
 
 @pytest.mark.parametrize(("page", "code"), PYTHON, ids=[page.name for page, _ in PYTHON])
 def test_python_block_runs(page, code):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_four_lines_of_the_readme_train_an_adapter(tmp_path, monkeypatch):
+    (code,) = [text for language, text in blocks(ROOT / "README.md") if language == "python"]
+    assert len([line for line in code.splitlines() if line]) == 4
+    save_llama(tmp_path / "Qwen" / "Qwen3-0.6B")
+    save_texts(tmp_path / "train.jsonl", 8)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    told = {}
+    exec(code, told)
+    assert (tmp_path / told["summary"].output_dir / "adapter" / "adapter_config.json").is_file()
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 220
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -275,11 +275,11 @@ def test_many_machines_are_not_searched_without_each(printed):
     assert "A step of fewer machines:\n  not searched for more than 8 machines" in printed(*words)
 
 
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs" / "three_machines.md"
 
 
-def test_the_readme_has_the_figures_of_its_commands(estimated):
-    text = README.read_text(encoding="utf-8")
+def test_the_page_has_the_figures_of_its_commands(estimated):
+    text = PAGE.read_text(encoding="utf-8")
     commands = re.findall(r"^hetero (plan --dry-run --model .*)$", text, re.MULTILINE)
     sizes = {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 27648}
     heads = {"num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064}
