@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -218,9 +219,9 @@ def test_the_four_lines_of_the_readme_train_an_adapter(tmp_path, monkeypatch):
     save_texts(tmp_path / "train.jsonl", 8)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    told = {}
-    exec(code, told)
-    assert (tmp_path / told["summary"].output_dir / "adapter" / "adapter_config.json").is_file()
+    Path("four.py").write_text(code)
+    summary = runpy.run_path("four.py")["summary"]
+    assert (tmp_path / summary.output_dir / "adapter" / "adapter_config.json").is_file()
 
 
 def test_the_readme_is_short():

@@ -68,7 +68,9 @@ OTHERS = {
     " TORCH_INDEX VARIANT",
     "GitHub and PyPI": "gh-pages pypi release.yml",
     "the Makefile": "TORCH_SPEC=... VENV=DIR",
-    "file names that a user may choose": ".venv data/train.json data/train.parquet data/train.txt"
+    "PyTorch's index of builds": "cu126",
+    "file names that a user may choose": ".venv runs/Qwen3-0.6B runs/Qwen3-0.6B/hetero_config.json"
+    " data/train.json data/train.parquet data/train.txt"
     " data/train.csv data/train.arrow"
     " data/part-*.jsonl data/validation-00000-of-00001.parquet test/a.txt runs/chaos"
     " runs/default/adapter a.jsonl b.parquet cluster.json corpus.bin corpus.idx meta-llama/*",
