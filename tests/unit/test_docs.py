@@ -106,7 +106,7 @@ def test_cheap_command_runs(words, tmp_path, monkeypatch):
     settings["model"] = {"from_config": small, "tokenizer": "tokenizer"}
     save_tokenizer(tmp_path / "tokenizer")
     settings["data"]["train"] = str(save_texts(tmp_path / "train.jsonl", 8))
-    for file in ("hetero_config.json", "cluster.json"):
+    for file in ("hetero_config.json", "hetero_config.yaml", "cluster.json"):
         (tmp_path / file).write_text(json.dumps(settings))
     monkeypatch.chdir(tmp_path)
     assert main(words) == 0
