@@ -64,8 +64,8 @@ def decide_role(
     identity: MachineNames | None = None,
     keys: Collection[str] = (),
 ) -> Role:
-    """The role of this machine, by `role` ("coordinator" or "worker") and `worker_id` if given. If
-    the configuration does not name the machine, `keys`, the owners of its keys, decide. Raises
+    """The role of this machine, by `role` ("coordinator" or "worker") and `worker_id` if given,
+    which stands for all its devices. If the configuration does not name the machine, `keys`, the owners of its keys, decide. Raises
     ConfigError when these contradict each other or do not decide."""
     identity = identity or this_machine()
     if role == "coordinator":
@@ -73,7 +73,8 @@ def decide_role(
             raise ConfigError("--role coordinator and --worker-id exclude each other")
         return Role(True, local_worker_ids(config, identity))
     if worker_id is not None:
-        return Role(False, _planned(config, [config.worker(worker_id)]))
+        all_cards = [w for w in config.workers if key_owner(w.id) == str(worker_id)]
+        return Role(False, _planned(config, all_cards or [config.worker(worker_id)]))
     if role is None and _is_coordinator(config, identity):
         return Role(True, local_worker_ids(config, identity))
     here = [w for w in config.workers if _names_machine(config, w, identity)]

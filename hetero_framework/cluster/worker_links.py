@@ -335,7 +335,8 @@ class WorkerLinks:
 
     def _open(self, worker: WorkerConfig, timeout_s: float, *, again: bool = False) -> _Reached:
         """Connect and shake hands once. `again`: the worker has been there before."""
-        name, where, told = f"worker {worker.id}", worker.address, False
+        name, told = f"worker {worker.id}", False
+        where = worker.ip if worker.dials else worker.address
 
         def on_retry(attempt: int, elapsed_s: float, reason: str) -> None:
             nonlocal told
@@ -354,8 +355,9 @@ class WorkerLinks:
                 reason = "its process starts" if starts else reason
                 longest = f"; up to {left:.0f} s more" if left < math.inf else ""
                 _log.info("waiting for %s at %s (%s%s)", name, where, reason, longest)
-                if again and reason in (REFUSED, _NOT_CALLED):
-                    _log.info("if nothing there starts it again: hetero train on its machine")
+                if reason in (REFUSED, _NOT_CALLED):
+                    text = "if nothing there starts it%s: hetero worker on its machine"
+                    _log.info(text, " again" * again)
 
         if worker.port is None:
             connection = self._await_call(worker.id, timeout_s, on_retry)

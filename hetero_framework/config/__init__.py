@@ -6,6 +6,7 @@ from hetero_framework.config.host_names import host_and_port, normal_host, split
 from hetero_framework.config.load import (
     PLAN_FILE,
     apply_override,
+    devices_of,
     json_schema,
     load_config,
     with_saved_plan,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.config.composition import whole_schema
+from hetero_framework.config.plan import process_name
 from hetero_framework.config.problems import shown
 from hetero_framework.config.schema import Config
 from hetero_framework.config.strict_json import read_object
 from hetero_framework.errors import ConfigError
 from hetero_framework.file_trust import untrusted_reason
 
+_log = logging.getLogger(__name__)
 PLAN_FILE = "plan.json"
 """File in output_dir: the answer of `hetero plan` when the run began, with the plan as used."""
 _PLAN_HINT = "delete the file, or begin anew with --fresh; the machines are planned for again then"
@@ -43,9 +46,15 @@ def load_config(
     return Config.from_dict(raw, base_dir or folder, name=name)
 
 
+def devices_of(config: Config) -> dict[str, str]:
+    """The device of each process by its id. A plan that is left to the run is made for them."""
+    return {str(id): config.machine(id).device for id in ("local", *(w.id for w in config.workers))}
+
+
 def with_saved_plan(config: Config) -> Config:
     """The configuration. The plan that a run of this `output_dir` has saved, if any, replaces
-    "auto". Raises ConfigError for a plan that cannot be read or does not fit these workers."""
+    "auto", unless it was made for other devices. Raises ConfigError for a plan that cannot be read
+    or is none of these workers."""
     file = config.output_dir / PLAN_FILE
     if config.is_planned or not file.exists():
         return config
@@ -53,7 +62,17 @@ def with_saved_plan(config: Config) -> Config:
         problem = f"{file} is not read, others may have made it: it {wrong.problem}"
         raise ConfigError(problem, hint=f"{wrong.mend}, or {_PLAN_HINT}")
     try:
-        return config.with_changes(shard_plan=read_object(file).get("shard_plan"))
+        kept, now = read_object(file), devices_of(config)
+        if isinstance(then := kept.get("planned_for"), dict) and then != now:
+            said = {id: "is new" if id not in then else "has another device" for id in now}
+            changed = [
+                f"{process_name(id)} {said.get(id, 'is gone')}"
+                for id in now | then
+                if then.get(id) != now.get(id)
+            ]
+            _log.info("the plan in %s is not used: %s", file, ", ".join(changed))
+            return config
+        return config.with_changes(shard_plan=kept.get("shard_plan"))
     except ConfigError as error:
         raise type(error)(f"{file}: {error.message}", hint=_PLAN_HINT) from None
 

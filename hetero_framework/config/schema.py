@@ -204,7 +204,7 @@ class WorkerConfig(Machine):
     """Port on which the worker listens for the coordinator. null: it listens nowhere and dials the
     coordinator's ip and port, from behind a home router or with an address that changes."""
     num_gpus: int = 1
-    """Always 1: a second device of the machine is an entry of its own."""
+    """Always 1: `devices` names several of a machine."""
     models: tuple[Name, ...] | None = None
     """Models that a coordinator may have this worker load beside model and adapter of the worker's
     own file: folders (relative to it) and hub names, as patterns like "meta-llama/*"; "*" is
@@ -225,8 +225,7 @@ class WorkerConfig(Machine):
     def _one_gpu(cls, value: int) -> int:
         if value != 1:
             raise ValueError(
-                "must be 1: write an entry for each GPU, each with its own id, port and device"
-                ' ("cuda:0", "cuda:1", ...), and name it in shard_plan'
+                'must be 1: name the GPUs of a machine in "devices", as in ["cuda:0", "cuda:1"]'
             )
         return value
 

@@ -1,7 +1,7 @@
 """This machine's addresses and names, and free ports.
 
-Only interfaces and the machine's own names are looked at, so nothing here needs a route to the
-internet or a name server.
+Nothing here needs a route to the internet or a name server: without them, interfaces and the
+machine's own names are looked at.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ def is_loopback_by_name(host: str) -> bool:
 
 
 def primary_address() -> str:
-    """The address to give to others: the first one of an interface that is up, else loopback."""
+    """The address to give to others: that of the way to other networks, else the first one of an
+    interface that is up, else loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # finds the way, and sends nothing
+        return str(probe.getsockname()[0])
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         for entry in addresses:

@@ -76,7 +76,7 @@ POINTS = {
 
 _NUMERIC = {"output"}
 _SPEC = re.compile(
-    r"(?:(?P<process>coordinator|worker-[^/@:,]+)/)?(?P<name>[a-z-]+)"
+    r"(?:(?P<process>coordinator|worker-[^/:,]+)/)?(?P<name>[a-z-]+)"
     r"(?:@(?P<step>\*|\d+))?(?::(?P<action>[a-z]+)(?::(?P<value>[a-z0-9.]+))?)?"
 )
 _EVERY = "*"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hetero_framework.cluster.roles import devices_here
 from hetero_framework.commands.options import DEFAULT_CONFIG
@@ -24,7 +24,7 @@ from hetero_framework.core import addresses, timeouts, tls
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.files import refuse_output, rename, write_file, write_json
-from hetero_framework.core.identity import Identity
+from hetero_framework.core.identity import Identity, key_owner
 from hetero_framework.core.stream import Stream
 from hetero_framework.core.threads import in_background
 from hetero_framework.errors import IdentityError, UserError, in_words, of_disk
@@ -69,35 +69,63 @@ def invite(
     port: int | None = None,
     say: Say = _print,
 ) -> None:
-    """Print for each worker the line to paste on its machine, and wait until all have joined.
-    Raises IdentityError for workers that did not join, UserError, and NetworkError for a port in
-    use."""
+    """Print for each worker the line to paste on its machine, and wait until all have joined. What
+    `file` lacks of them is added. Raises IdentityError for workers that did not join, UserError,
+    and NetworkError for a port in use."""
     known = {str(worker.id): worker for worker in config.workers}
-    asked = [*dict.fromkeys(workers)]
+    asked, home = [*dict.fromkeys(workers)], config.coordinator.ip
     new = [worker for worker in asked if worker not in known]
-    if new:
-        _check_growth(config, file, new, ", ".join(known) or "none")
-        config = config.with_changes(coordinator={"ip": _reachable(config.coordinator.ip)})
+    remote = new or not all(addresses.is_loopback(known[worker].ip) for worker in asked)
+    if remote and addresses.is_loopback(home):
+        home = addresses.primary_address()
+        others = ", ".join({*addresses.addresses_for_others()} - {home}) or "it has no other"
+        text = "others reach this machine at %s; --set coordinator.ip=HOST takes another address: %s"
+        _log.info(text, home, others)
+    if new and config.is_planned:
+        text = f"{file} has no worker {new[0]} (workers: {', '.join(known) or 'none'})"
+        raise UserError(text, hint='add it, or set "shard_plan": "auto" to have it planned in')
+    _check_growth(file, home, asked)
     facts: dict[WorkerId, str] = dict.fromkeys(new, "")
     for machine in (known[worker] for worker in asked if worker in known):
         facts[machine.id] = f" ({', '.join(filter(None, (machine.hostname, machine.ip)))})"
-    place = (config.coordinator.ip, config.coordinator.port)
-    _invite(keys, facts, partial(_joining, file, place[0]), file.name, place, port, say)
+    place = (home, config.coordinator.port)
+    _invite(keys, facts, partial(_joining, file, home), file.name, place, port, say)
+    _log.info("the next `hetero train --config %s` plans for all machines of the file", file)
 
 
-def _check_growth(config: Config, file: Path, new: Sequence[str], listed: str) -> None:
-    """Raise UserError where `file` cannot take further workers."""
-    missing = f"{file} has no worker {new[0]} (workers: {listed})"
-    if file.suffix in YAML_ENDINGS:
-        hint = f"add it to the file, whose comments no program keeps: workers: [{{id: {new[0]}}}]"
-        raise UserError(missing, hint=hint)
-    if config.is_planned:
-        raise UserError(missing, hint='add it, or set "shard_plan": "auto" to have it planned in')
+def _check_growth(file: Path, home: str, asked: Sequence[str]) -> None:
+    """Raise UserError where `file` cannot take what it lacks of the workers that are invited."""
+    raw = read_object(file)
+    grown = copy.deepcopy(raw)
+    for worker in asked:
+        if (owner := key_owner(worker)) != worker:
+            text = f"{worker} is one device of worker {owner}, and all of them have one key"
+            raise UserError(text, hint=f"hetero invite {owner}")
+        _grow(grown, home, worker, home, ["cpu"])
+    if grown != raw and file.suffix in YAML_ENDINGS:
+        raise UserError(
+            f"{file} lacks what others need to know, and no program keeps its comments",
+            hint=f"write it there, as in coordinator: {{ip: {home}}} and workers: [{{id: {asked[0]},"
+            ' hostname: box, devices: ["cuda:0"]}]',
+        )
+    Config.from_dict(grown, file.absolute().parent, name=file.name)
 
 
-def _reachable(host: str) -> str:
-    """The address of this machine for others: `host`, unless it means this machine everywhere."""
-    return addresses.primary_address() if addresses.is_loopback(host) else host
+def _grow(
+    raw: dict[str, Any], home: str, worker: WorkerId, host: str, devices: Sequence[str]
+) -> None:
+    """Add to a configuration what it lacks: a worker that joins from `host`, its devices if they
+    are "all", and this machine's address `home` in place of loopback."""
+    entries = raw.setdefault("workers", [])
+    entry = next((one for one in entries if str(one.get("id")) == str(worker)), None)
+    if entry is None:
+        number = int(worker) if isinstance(worker, str) and worker.isdecimal() else worker
+        entry = {"id": number, "ip": host, "devices": ALL}  # without a port it dials
+        entries.append(entry)
+    if addresses.is_loopback(raw["coordinator"]["ip"]):
+        raw["coordinator"]["ip"] = home
+    if entry.get("devices") == ALL and devices:
+        entry["devices"] = [*devices]
 
 
 def _joining(
@@ -107,15 +135,7 @@ def _joining(
     entry that names its device stays as it is. Raises ConfigError and OSError."""
     raw = read_object(file)
     before = copy.deepcopy(raw)
-    entries = raw.setdefault("workers", [])
-    entry = next((one for one in entries if str(one.get("id")) == str(worker)), None)
-    if entry is None:
-        number = int(worker) if isinstance(worker, str) and worker.isdecimal() else worker
-        entry = {"id": number, "ip": host, "devices": ALL}  # without a port it dials
-        entries.append(entry)
-        raw["coordinator"]["ip"] = home
-    if entry.get("devices") == ALL and devices:
-        entry["devices"] = [*devices]
+    _grow(raw, home, worker, host, devices)
     config = Config.from_dict(raw, file.absolute().parent, name=file.name)
     if raw != before:
         write_json(file, raw)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hetero_framework.config import PLAN_FILE, Config
+from hetero_framework.config import PLAN_FILE, Config, devices_of
 from hetero_framework.core.files import write_json
 from hetero_framework.engine.schedule.simulator import Edge, Profile
 from hetero_framework.engine.schedule.tuning import TunedSchedule
@@ -108,6 +108,7 @@ def save_plan(config: Config, result: Result) -> None:
     kept = {
         **result.to_dict(),
         "shard_plan": config.to_dict()["shard_plan"],
+        "planned_for": devices_of(config),
         "pipeline": asdict(result.pipeline),
         "predicted_for": _conditions(config),
     }

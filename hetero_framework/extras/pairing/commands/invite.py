@@ -36,7 +36,7 @@ OPTIONS = (
         "--bind",
         "HOST",
         "with --island: this machine's address as islands reach it (default: that of"
-        " island.lighthouse in the configuration; without one, that of the first interface)",
+        " island.lighthouse in the configuration; without one, its main address)",
     ),
 )
 

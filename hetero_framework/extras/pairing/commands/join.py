@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from hetero_framework.commands.options import DEFAULT_CONFIG, KEYS, key_directory, value
+from hetero_framework.config import load_config
+from hetero_framework.errors import UserError, attempt
+from hetero_framework.repository import resolve_model_path
 
 EXAMPLES = """
     hetero join 192.168.1.10:9998 HT1-...
@@ -33,4 +37,9 @@ def run(arguments: argparse.Namespace) -> None:
     if joined.identity.island is not None:
         print(f"this machine is {joined.identity}; its key is here. Next: hetero train{more}")
         return
-    print(f"this machine is {joined.identity}; {file} is here. Next: hetero train{more}")
+    print(f"this machine is {joined.identity}; {file} is here. Next: hetero worker{more}")
+    model = load_config(file).model
+    if model is not None and model.name_or_path is not None:
+        lacks = attempt(partial(resolve_model_path, model.name_or_path, file.absolute().parent))
+        if isinstance(lacks, UserError):
+            print(f"{lacks.message} yet: {lacks.hint}")
