@@ -111,14 +111,33 @@ def test_all_of_an_entry_become_the_devices_that_join(desk, joined):
     ("changes", "name", "said"),
     [
         ({"shard_plan": [{"id": "local", "start": 0, "end": 1}]}, "hetero_config.json", "auto"),
-        ({}, "c.yaml", "add it to the file"),
+        ({}, "c.yaml", "write it there"),
     ],
 )
 def test_a_file_that_cannot_grow_is_refused(changes, name, said, desk):
     raw = {"coordinator": {"ip": "127.0.0.1"}, "shard_plan": "auto", **changes}
     file = desk / name
     file.write_text(json.dumps(raw))
-    with pytest.raises(UserError, match="has no worker box") as raised:
+    with pytest.raises(UserError, match="has no worker box|no program keeps its comm") as raised:
         key_management.invite(load_config(raw), file, KeyDirectory(desk / "hetero_keys"), ["box"])
     assert said in raised.value.hint
     assert not (desk / "hetero_keys").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("box@2", "box@2 is one device of worker box"), ("a b", "workers.0..id"), ("local", "names")],
+)
+def test_a_name_that_no_machine_can_have_is_refused_before_anything_is_made(name, said, desk):
+    file = desk / "hetero_config.json"
+    with pytest.raises(UserError, match=said):
+        key_management.invite(load_config(file), file, KeyDirectory(desk / "hetero_keys"), [name])
+    assert not (desk / "hetero_keys").exists()
+
+
+def test_loopback_gives_way_to_an_address_for_workers_that_the_file_names(desk, joined):
+    file = desk / "hetero_config.json"
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps({**raw, "workers": [{"id": "box", "ip": "10.0.0.2"}]}))
+    joined("box", ["cuda:0"])
+    assert json.loads(file.read_text())["coordinator"]["ip"] == "127.0.0.2"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from hetero_framework.cluster import roles
 from hetero_framework.cluster.roles import MachineNames, decide_role, with_own_devices
-from hetero_framework.config import Config
+from hetero_framework.config import PLAN_FILE, Config, with_saved_plan
+from hetero_framework.config.load import devices_of
 from hetero_framework.errors import ConfigError
 
 
@@ -51,6 +54,8 @@ def test_all_cards_of_a_machine_have_its_role():
     assert decide_role(config, identity=there).ids == (1, "1@2")
     elsewhere = MachineNames.of(["moved"], ["10.9.9.9"])
     assert decide_role(config, identity=elsewhere, keys=["1"]).ids == (1, "1@2")
+    assert decide_role(config, identity=elsewhere, worker_id="1").ids == (1, "1@2")
+    assert decide_role(config, identity=elsewhere, worker_id="1@2").ids == ("1@2",)
     here = MachineNames.of(["desk"], ["10.0.0.1"])
     assert decide_role(config, identity=here).ids == ("local", "coordinator@2")
 
@@ -102,3 +107,26 @@ def test_all_devices_of_a_worker_are_unknown_until_it_joins():
     with pytest.raises(ConfigError, match="only its machine knows") as raised:
         with_own_devices(config_of(None, [{"id": "box", "ip": "h", "devices": "all"}]))
     assert "hetero invite box" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ({"device": "cpu", "workers": [1, "a"]}, None),
+        ({"device": "cpu", "workers": [1]}, "worker a is new"),
+        ({"device": "cpu", "workers": [1, "a", "b"]}, "worker b is gone"),
+        ({"device": "cuda", "workers": [1, "a"]}, "coordinator has another device"),
+    ],
+)
+def test_a_saved_plan_counts_for_the_machines_that_it_was_made_for(then, said, tmp_path, caplog):
+    def made(device, workers):
+        entries = [{"id": id, "ip": "127.0.0.1"} for id in workers]
+        config = config_of({"device": device}, entries)
+        return config.with_changes(training={"output_dir": str(tmp_path)})
+
+    plan = [{"id": "local", "start": 0, "end": 1}]
+    kept = {"shard_plan": plan, "planned_for": devices_of(made(**then))}
+    (tmp_path / PLAN_FILE).write_text(json.dumps(kept))
+    with caplog.at_level("INFO"):
+        assert with_saved_plan(made("cpu", [1, "a"])).is_planned == (said is None)
+    assert said is None or f"{PLAN_FILE} is not used: {said}" in caplog.text

@@ -36,7 +36,20 @@ def test_addresses_of_all_interfaces_without_zones(monkeypatch):
     assert not addresses.is_local_address("192.168.1.21")
 
 
-def test_primary_address_is_of_an_interface_that_is_up(monkeypatch):
+def test_primary_address_is_of_the_way_to_others_or_of_an_interface_that_is_up(monkeypatch):
+    class Routed(socket.socket):
+        def connect(self, address):
+            if routes:
+                return
+            raise OSError
+
+        def getsockname(self):
+            return ("10.0.0.7", 1)
+
+    routes = True
+    monkeypatch.setattr(socket, "socket", Routed)
+    assert addresses.primary_address() == "10.0.0.7"
+    routes = False
     fake_interfaces(
         monkeypatch,
         down0=[(socket.AF_INET, "10.0.0.1")],
