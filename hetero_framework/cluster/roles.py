@@ -64,9 +64,9 @@ def decide_role(
     identity: MachineNames | None = None,
     keys: Collection[str] = (),
 ) -> Role:
-    """The role of this machine, by `role` ("coordinator" or "worker") and `worker_id` if given,
-    which stands for all its devices. If the configuration does not name the machine, `keys`, the owners of its keys, decide. Raises
-    ConfigError when these contradict each other or do not decide."""
+    """The role of this machine, by `role` ("coordinator" or "worker") and `worker_id`, a worker or
+    all devices of one, if given. If the configuration does not name the machine, `keys`, the owners
+    of its keys, decide. Raises ConfigError when these contradict each other or do not decide."""
     identity = identity or this_machine()
     if role == "coordinator":
         if worker_id is not None:

@@ -444,7 +444,7 @@ class WorkerLinks:
                 where = host_and_port(to.ip, to.port)
                 raise NetworkError(
                     f"worker {worker} has not dialled {where} in {elapsed_s:.1f} s",
-                    hint="start it there (hetero train) and look at what it says; the firewall of "
+                    hint="start it there (hetero worker) and look at what it says; the firewall of "
                     f"this machine has to let TCP port {to.port} in",
                 )
             on_retry(0, elapsed_s, _NOT_CALLED)

@@ -79,7 +79,7 @@ def invite(
     if remote and addresses.is_loopback(home):
         home = addresses.primary_address()
         others = ", ".join({*addresses.addresses_for_others()} - {home}) or "it has no other"
-        text = "others reach this machine at %s; --set coordinator.ip=HOST takes another address: %s"
+        text = "others reach this machine at %s; for another address, --set coordinator.ip=HOST: %s"
         _log.info(text, home, others)
     if new and config.is_planned:
         text = f"{file} has no worker {new[0]} (workers: {', '.join(known) or 'none'})"
@@ -105,8 +105,7 @@ def _check_growth(file: Path, home: str, asked: Sequence[str]) -> None:
     if grown != raw and file.suffix in YAML_ENDINGS:
         raise UserError(
             f"{file} lacks what others need to know, and no program keeps its comments",
-            hint=f"write it there, as in coordinator: {{ip: {home}}} and workers: [{{id: {asked[0]},"
-            ' hostname: box, devices: ["cuda:0"]}]',
+            hint=f"write it there: coordinator.ip {home}, and workers with id, hostname and devices",
         )
     Config.from_dict(grown, file.absolute().parent, name=file.name)
 
