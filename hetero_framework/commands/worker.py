@@ -41,13 +41,10 @@ OPTIONS = (
 
 def run(arguments: argparse.Namespace) -> int:
     config = load(arguments, saved_plan=False)
-    if arguments.supervised:  # one process, whose parent has another for each further device
-        ids: Sequence[int | str] = [config.worker(arguments.worker_id).id]
-    else:
-        ids = role_of(config, key_options(arguments), "worker", arguments.worker_id).worker_ids
+    role = role_of(config, key_options(arguments), "worker", arguments.worker_id)
     return serve(
         config,
-        ids,
+        role.worker_ids,
         arguments,
         keep=arguments.keep,
         supervised=arguments.supervised,

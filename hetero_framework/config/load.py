@@ -64,13 +64,9 @@ def with_saved_plan(config: Config) -> Config:
     try:
         kept, now = read_object(file), devices_of(config)
         if isinstance(then := kept.get("planned_for"), dict) and then != now:
-            said = {id: "is new" if id not in then else "has another device" for id in now}
-            changed = [
-                f"{process_name(id)} {said.get(id, 'is gone')}"
-                for id in now | then
-                if then.get(id) != now.get(id)
-            ]
-            _log.info("the plan in %s is not used: %s", file, ", ".join(changed))
+            ids = sorted(now.keys() ^ then.keys())
+            changed = [f"{process_name(id)} is {'gone' if id in then else 'new'}" for id in ids]
+            _log.info("the plan in %s is not used: %s", file, ", ".join(changed) or "other devices")
             return config
         return config.with_changes(shard_plan=kept.get("shard_plan"))
     except ConfigError as error:

@@ -78,19 +78,21 @@ def invite(
     remote = new or not all(addresses.is_loopback(known[worker].ip) for worker in asked)
     if remote and addresses.is_loopback(home):
         home = addresses.primary_address()
-        others = ", ".join({*addresses.addresses_for_others()} - {home}) or "it has no other"
-        text = "others reach this machine at %s; for another address, --set coordinator.ip=HOST: %s"
-        _log.info(text, home, others)
     if new and config.is_planned:
         text = f"{file} has no worker {new[0]} (workers: {', '.join(known) or 'none'})"
         raise UserError(text, hint='add it, or set "shard_plan": "auto" to have it planned in')
     _check_growth(file, home, asked)
+    if home != config.coordinator.ip:
+        others = ", ".join({*addresses.addresses_for_others()} - {home}) or "it has no other"
+        text = "others reach this machine at %s; for another address, --set coordinator.ip=HOST: %s"
+        _log.info(text, home, others)
     facts: dict[WorkerId, str] = dict.fromkeys(new, "")
     for machine in (known[worker] for worker in asked if worker in known):
         facts[machine.id] = f" ({', '.join(filter(None, (machine.hostname, machine.ip)))})"
     place = (home, config.coordinator.port)
     _invite(keys, facts, partial(_joining, file, home), file.name, place, port, say)
-    _log.info("the next `hetero train --config %s` plans for all machines of the file", file)
+    if not config.is_planned:
+        _log.info("the next `hetero train --config %s` plans for all machines in it", file)
 
 
 def _check_growth(file: Path, home: str, asked: Sequence[str]) -> None:
@@ -105,7 +107,7 @@ def _check_growth(file: Path, home: str, asked: Sequence[str]) -> None:
     if grown != raw and file.suffix in YAML_ENDINGS:
         raise UserError(
             f"{file} lacks what others need to know, and no program keeps its comments",
-            hint=f"write it there: coordinator.ip {home}, and workers with id, hostname and devices",
+            hint=f"write it there: coordinator.ip {home}, and workers with id, hostname, devices",
         )
     Config.from_dict(grown, file.absolute().parent, name=file.name)
 
@@ -133,10 +135,9 @@ def _joining(
     """Note in `file` what a worker told that joins from `host`, and return the file for it. An
     entry that names its device stays as it is. Raises ConfigError and OSError."""
     raw = read_object(file)
-    before = copy.deepcopy(raw)
     _grow(raw, home, worker, host, devices)
     config = Config.from_dict(raw, file.absolute().parent, name=file.name)
-    if raw != before:
+    if raw != read_object(file):
         write_json(file, raw)
     text = file.read_text(encoding="utf-8-sig")
     if config.coordinator.devices == ALL:  # of this machine, not of the one that joins

@@ -115,7 +115,7 @@ def test_all_devices_of_a_worker_are_unknown_until_it_joins():
         ({"device": "cpu", "workers": [1, "a"]}, None),
         ({"device": "cpu", "workers": [1]}, "worker a is new"),
         ({"device": "cpu", "workers": [1, "a", "b"]}, "worker b is gone"),
-        ({"device": "cuda", "workers": [1, "a"]}, "coordinator has another device"),
+        ({"device": "cuda", "workers": [1, "a"]}, "other devices"),
     ],
 )
 def test_a_saved_plan_counts_for_the_machines_that_it_was_made_for(then, said, tmp_path, caplog):

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     print(f"this machine is {joined.identity}; {file} is here. Next: hetero worker{more}")
     model = load_config(file).model
-    if model is not None and model.name_or_path is not None:
-        lacks = attempt(partial(resolve_model_path, model.name_or_path, file.absolute().parent))
-        if isinstance(lacks, UserError):
-            print(f"{lacks.message} yet: {lacks.hint}")
+    name = (model and model.name_or_path) or "."
+    lacks = attempt(partial(resolve_model_path, name, file.absolute().parent))
+    if isinstance(lacks, UserError):
+        print(f"{lacks.message} yet: {lacks.hint}")
