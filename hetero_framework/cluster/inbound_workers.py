@@ -8,7 +8,6 @@ means that it has lost the link.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,10 +29,6 @@ _OVER = "the run is over"
 class _Caller:
     connection: Connection
     process: str
-    since: float  # time.monotonic()
-
-    def __str__(self) -> str:
-        return f"{self.connection.stream.peer}, for {time.monotonic() - self.since:.0f} s now"
 
 
 class InboundWorkers:
@@ -72,7 +67,7 @@ class InboundWorkers:
             hint = "use the same configuration on all machines; a worker with a port is dialled"
             connection.refuse("identity", text, hint)
             return
-        caller = _Caller(connection, call.process, time.monotonic())
+        caller = _Caller(connection, call.process)
         with self._lock:
             if self._closed:
                 connection.refuse("busy", _OVER)
@@ -84,7 +79,7 @@ class InboundWorkers:
                 connection.peer, connection.link.name = worker, name
                 self._waiting[worker] = caller
         if stranger is not None:
-            text = f"{name} is connected from {stranger}"
+            text = f"{name} is connected from {stranger.connection.stream.peer}"
             connection.refuse("busy", text, "give each worker an id and a key of its own")
             return
         for other in others:  # the worker has lost this link
