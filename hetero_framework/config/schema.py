@@ -901,9 +901,9 @@ class TrainingConfig(Section):
     (curves.png)."""
     visualization_format: Annotated[Literal["png", "svg", "pdf", "mmd"], FREE, _DRAWN] = "png"
     """Format of the diagram; mmd is Mermaid text. Graphviz draws it, else matplotlib."""
-    page: Annotated[bool, FREE] = False
+    page: Annotated[bool | None, FREE] = None
     """Serve a page that shows the run and steers it, to browsers of this machine; `hetero watch`
-    prints its address."""
+    prints its address. null: if the run has a terminal."""
     timeline_steps: Annotated[int, with_unit("steps", ge=-1), FREE] = 3
     """Steps after the first whose tasks and transfers are written into output_dir/timeline.json,
     which `hetero timeline` explains. 0: none, -1: all that are done under the plan that the run

@@ -188,6 +188,8 @@ class _Call:
         config.require("model", "data")
         self._objects = objects = _objects(config, self.given, self.replan)
         self._absent = list(absent_extras(config, objects))
+        if config.training.page is None and registry.has("observers", "training.page"):
+            config = config.with_changes(training={"page": self.show.has_terminal})
         config.check_metric(objective_of(config.training).evaluated, computes=COMPUTE in objects)
         self.access = access = self.access or access_of(config, "local")
         self.config = config = planned(config, access, resume=self.resume, fresh=self.fresh)
@@ -287,6 +289,7 @@ class _Call:
             [*callbacks, *control.imported_callbacks()],
             self._stop.ask,
             self._directories.at_end,
+            self.show,
         )
         observers.watch(extra_observers(watched, objects))
         make = chosen("plans", config, objects)

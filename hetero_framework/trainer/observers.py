@@ -177,7 +177,8 @@ class Observer:
 class Watched:
     """The run that an observer is made for; `placed` is how it begins. `should_stop()` says whether
     to wait no longer. `callbacks` were given to `train` or imported. `stop(by)` requests a stop in
-    the name of `by`. `at_end(do)` has `do` called after the run's last event."""
+    the name of `by`. `at_end(do)` has `do` called after the run's last event. `screen` shows the
+    run."""
 
     placed: Placement
     store: CheckpointStore
@@ -185,6 +186,7 @@ class Watched:
     callbacks: Sequence[Any] = ()
     stop: Callable[[str], None] = lambda by: None
     at_end: Callable[[Callable[[], object]], None] = lambda do: None
+    screen: Progress | None = None
 
 
 def extra_observers(run: Watched, objects: Collection[str]) -> Iterator[Observer]:

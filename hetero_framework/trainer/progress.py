@@ -59,7 +59,8 @@ class Progress:
     def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        wants_live = _is_terminal(self._stream) if live is None else live
+        self.has_terminal = _is_terminal(self._stream)
+        wants_live = self.has_terminal if live is None else live
         # Without UTF a terminal cannot show bars and ellipses, so it gets plain lines.
         self._is_live = wants_live and self._encoding.lower().startswith("utf")
         self._console = _Console(

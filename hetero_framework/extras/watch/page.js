@@ -1,3 +1,4 @@
+import { Curves, HEIGHT, LEFT, RIGHT, Scale, extent, figure, nearest, thinned, ticks, within } from './curves.js'
 const token = location.hash.slice(1) || sessionStorage.getItem('token') || ''
 sessionStorage.setItem('token', token) // a reload keeps it, and the address bar does not show it
 history.replaceState(null, '', '/')
@@ -21,22 +22,115 @@ const KINDS = { forward: 'forward', backward: 'backward', forward_backward: 'for
 const AWAY = { 'worker lost': 1, 'worker left': 1, 'worker hangs': 1, 'worker back': 0, 'worker connected': 0 }
 const ENDS = { 'run started': '', 'run resumed': '', 'run finished': 'finished', 'run stopped': 'stopped' }
 const ISLANDS = { 'island lost': 1, 'island left': 1, 'waiting for islands': 1, islands: 0 }
-const NOTE_MS = 20000
+const NOTE_MS = 20000, MOST_SAMPLED = 100, MOST_MARKED = 60
+const CHARTS = { loss: 'Loss', evaluation: 'Evaluation loss', learning_rate: 'Learning rate', grad_norm: 'Gradient norm' }
+class Chart {
+  constructor(run, key) {
+    Object.assign(this, { run, key, drag: null, told: dim(''), plot: div('plot'), legend: div('') })
+    this.box = div('chart', div('top', make('h3', {}, CHARTS[key]), this.told), this.plot, this.legend)
+    const place = event => event.clientX - this.plot.getBoundingClientRect().left, look = change => Object.assign(run, change).lookAgain()
+    this.plot.onpointerdown = event => {
+      if (event.button || !this.scale) return
+      this.plot.setPointerCapture(event.pointerId)
+      this.drag = [place(event), place(event)]
+    }
+    this.plot.onpointermove = event => {
+      if (this.drag) this.drag[1] = place(event)
+      if (this.scale) look({ at: this.scale.step(place(event)) })
+    }
+    this.plot.onpointerup = () => {
+      const zoom = this.drag && this.scale.zoom(...this.drag)
+      this.drag = null
+      look(zoom ? { zoom } : {})
+    }
+    this.plot.onpointercancel = this.plot.onpointerleave = () => {
+      this.drag = null
+      look({ at: null })
+    }
+    this.plot.ondblclick = () => look({ zoom: null })
+  }
+  lines() { // label, kind and points of each curve
+    const { run, key } = this, lines = []
+    for (const [title, curves] of [[run.other && run.title, run.curves], [run.other?.name, run.other?.curves]].filter(([, curves]) => curves)) {
+      const sets = key === 'evaluation' ? [...curves.evaluations] : [[key, curves[key]]], isOther = curves !== run.curves
+      sets.forEach(([name, points], k) => lines.push([[title, sets.length > 1 && name.replaceAll('_', ' ')].filter(part => part).join(', '),
+        'curve' + (isOther ? 1 : [0, 2, 3][k % 3]), points]))
+    }
+    return lines
+  }
+  render(range) {
+    const lines = this.lines(), width = this.plot.clientWidth || 300, bottom = HEIGHT - 22, { at } = this.run
+    const seen = lines.map(([, kind, points]) => [kind, thinned(within(points, range))])
+    const [low, high] = extent(seen.flatMap(([, points]) => points).filter(([step, value]) => step >= range[0] && step <= range[1] && Number.isFinite(value)).map(point => point[1]))
+    this.box.hidden = !lines.some(([, , points]) => points.length)
+    this.scale = low <= high ? new Scale(range, width) : null
+    if (!this.scale) return this.plot.replaceChildren(dim('No value here.'))
+    const more = (high - low) * .04 || Math.abs(high) * .1 || 1, y = value => bottom - (value - low + more) / (high - low + 2 * more) * (bottom - 6)
+    const x = step => this.scale.x(step), svg = draw('svg', { height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}` })
+    for (const value of ticks(low - more, high + more, 4)) svg.append(draw('line', { x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
+      write(LEFT - 7, y(value) + 4, figure(value), 'end'))
+    for (const step of ticks(...range, Math.max(2, width / 110)).filter(Number.isInteger)) svg.append(write(x(step), HEIGHT - 5, step.toLocaleString('en'), 'middle'))
+    const inside = draw('svg', { x: LEFT - 4, width: width - LEFT - RIGHT + 8, height: bottom + 4, viewBox: `${LEFT - 4} 0 ${width - LEFT - RIGHT + 8} ${bottom + 4}` })
+    for (const [kind, points] of seen) {
+      const isReal = k => Number.isFinite(points[k]?.[1]), isFew = this.key === 'evaluation' && points.length <= MOST_MARKED
+      const path = points.map(([step, value], k) => isReal(k) ? `${isReal(k - 1) ? 'L' : 'M'}${x(step).toFixed(1)} ${y(value).toFixed(1)}` : '')
+      const marks = points.filter((_, k) => isReal(k) && (isFew || !isReal(k - 1) && !isReal(k + 1)))
+      inside.append(draw('g', { class: kind }, draw('path', { d: path.join('') }), ...marks.map(([step, value]) => draw('circle', { cx: x(step), cy: y(value), r: 3 }))))
+    }
+    const found = at === null ? [] : lines.map(([label, kind, points]) => [label, kind, nearest(points, at)]).filter(([, , point]) => point)
+    for (const [, kind, [step, value]] of found) inside.append(draw('line', { class: 'at', x1: x(step), x2: x(step), y1: 0, y2: bottom }),
+      Number.isFinite(value) ? draw('circle', { class: kind, cx: x(step), cy: y(value), r: 4 }) : '')
+    if (this.drag) inside.append(draw('rect', { class: 'zoom', x: Math.min(...this.drag), width: Math.abs(this.drag[0] - this.drag[1]), height: bottom }))
+    this.told.textContent = found.map(([label, , [step, value]]) => `${label && label + ' '}${figure(value)} at step ${step}`).join(' · ')
+    svg.append(inside)
+    this.plot.replaceChildren(svg)
+    this.legend.replaceChildren(lines.length > 1 ? legend(lines.map(([label, kind]) => [kind, label])) : '')
+  }
+}
 class Run {
   constructor(number, title) {
-    Object.assign(this, { number, live: {}, told: '' }).clear()
-    for (const part of ['pill', 'note', 'figures', 'chain', 'others', 'flow', 'loss']) this[part] = div(part)
-    for (const [part, tag] of [['happened', 'ul'], ['said', 'ul'], ['bar', 'progress']]) this[part] = make(tag, {})
+    Object.assign(this, { number, title, live: {}, told: '', zoom: null, at: null, other: null }).clear()
+    for (const part of ['pill', 'note', 'figures', 'chain', 'others', 'flow', 'said']) this[part] = div(part)
+    for (const [part, tag] of [['happened', 'ul'], ['bar', 'progress']]) this[part] = make(tag, {})
+    this.charts = Object.keys(CHARTS).map(key => new Chart(this, key))
+    this.hint = dim('')
+    this.whole = make('button', { class: 'whole' }, 'Whole run')
+    this.whole.onclick = () => Object.assign(this, { zoom: null }).lookAgain()
+    this.earlier = make('select', { class: 'earlier' })
+    this.earlier.onchange = () => this.compare(this.earlier.value)
+    this.comparing = make('label', {}, 'compare with ', this.earlier)
+    this.sampled = make('select', { 'aria-label': 'step' })
+    this.sampled.onchange = () => Object.assign(this, { chosen: Number(this.sampled.value), hasNewSamples: true }).later()
     this.buttons = ['Pause', 'Resume', 'Checkpoint', 'Stop'].map(label => make('button', { 'data-do': label.toLowerCase() }, label))
     for (const button of this.buttons) button.onclick = () => this.act(button.dataset.do)
     const box = (heading, ...inside) => make('section', {}, make('h2', {}, heading), ...inside)
     Object.assign(this, { flowBox: box('A step as it flowed', this.flow), saidBox: box('Samples', this.said) })
     document.getElementById('runs').append(make('article', {},
       make('header', {}, make('h1', {}, title), this.pill, make('nav', {}, ...this.buttons)), this.note, this.figures, this.bar,
-      box('Machines', this.chain, this.others), this.flowBox, box('Loss', this.loss), div('lists', box('Events', this.happened), this.saidBox)))
+      box('Curves', div('tools', this.hint, this.whole, this.comparing), div('charts', ...this.charts.map(one => one.box))),
+      this.saidBox, box('Machines', this.chain, this.others), this.flowBox, box('Events', this.happened)))
+    this.list()
   }
-  clear() { Object.assign(this, { points: [], evaluations: new Map(), events: [], samples: [], away: new Map(), waits: new Set(), last: {}, end: '' }) }
+  clear() { Object.assign(this, { curves: new Curves(), events: [], samples: new Map(), hasNewSamples: true, away: new Map(), waits: new Set(), last: {}, end: '' }) }
   later() { this.frame ||= requestAnimationFrame(() => { this.frame = 0; this.render() }) }
+  lookAgain() { this.looking ||= requestAnimationFrame(() => { this.looking = 0; this.renderCurves() }) }
+  async list() { // the earlier runs
+    const answer = await ask(`/earlier/${this.number}/`).catch(() => null), names = answer?.ok ? await answer.json() : [], chosen = this.earlier.value
+    this.earlier.replaceChildren(...['', ...names].map(name => make('option', { value: name }, name || 'no other run')))
+    this.earlier.value = names.includes(chosen) ? chosen : ''
+    this.comparing.hidden = !names.length
+  }
+  async compare(name) {
+    const answer = name && await ask(`/earlier/${this.number}/${encodeURIComponent(name)}`).catch(() => null), curves = new Curves()
+    for (const text of answer?.ok ? (await answer.text()).split('\n') : []) try {
+      const { of, line } = JSON.parse(text)
+      curves.take(of, line)
+    } catch { } // a damaged line
+    if (name !== this.earlier.value) return // another was chosen meanwhile
+    if (name && !answer?.ok) this.say('This run cannot be read.')
+    this.other = answer?.ok ? { name, curves } : null
+    this.lookAgain()
+  }
   async act(action) {
     if (action === 'stop' && !confirm('Stop the run after this step? It saves its state first.')) return
     const answer = await ask(`/do/${this.number}/${action}`, 'POST').catch(() => null)
@@ -54,14 +148,12 @@ class Run {
   }
   take({ of, line, ...news }) {
     this.later()
-    if (news.anew) this.clear()
+    if (news.anew) this.clear() || this.list()
     if (news.noted > this.live.noted) this.say(news.note ?? this.live.note)
     if (!of) return Object.assign(this.live, news)
-    if (of === 'samples') this.samples = [line, ...this.samples.filter(one => one.step <= line.step)].slice(0, 60)
+    this.curves.take(of, line)
+    if (of === 'samples') this.sample(line)
     if (of === 'metrics' && 'loss' in line) {
-      while (this.points.length && this.points.at(-1)[0] >= line.step) this.points.pop()
-      this.points.push([line.step, line.loss])
-      if (this.points.length > 4096) this.points = this.points.filter((_, k) => k % 2)
       this.last = line
       if (line.step > this.lostAt) this.waits.clear() // it goes on without them
     }
@@ -75,8 +167,15 @@ class Run {
     if (waits) this.waits.add(whom) && (this.lostAt = line.step)
     else if (waits === 0) this.waits.delete(whom)
     else if (line.what in ENDS || line.what === 'plan changed') this.waits.clear()
-    for (const key of Object.keys(line).filter(key => line.what === 'evaluation' && key.startsWith('eval_')))
-      this.evaluations.set(key, [...(this.evaluations.get(key) ?? []).filter(point => point[0] < line.step), [line.step, line[key]]])
+  }
+  sample({ step, prompt, text }) { // texts by prompt, at each step; a prompt may be there twice
+    for (const later of [...this.samples.keys()].filter(other => other > step)) this.samples.delete(later)
+    const texts = this.samples.get(step) ?? this.samples.set(step, new Map()).get(step)
+    let key = String(prompt)
+    while (texts.has(key)) key += '\0'
+    texts.set(key, text)
+    if (this.samples.size > MOST_SAMPLED) this.samples.delete([...this.samples.keys()][1])
+    this.hasNewSamples = true
   }
   render() {
     const { last, live } = this, ended = this.end || (this.events.length ? 'ended' : 'not begun'), waits = [...this.waits].join(', ')
@@ -89,20 +188,38 @@ class Run {
       button.disabled = !goes || (button.dataset.do !== 'stop' && !live.steers)
       button.hidden = button.dataset.do === hidden
     }
-    const figure = (label, text) => div('', make('b', {}, text), dim(label)), left = live.total - last.step
-    this.figures.replaceChildren(figure('step', `${last.step ?? 0} / ${live.total ?? '–'}`), figure('loss', shown(last.loss)),
-      ...[...this.evaluations].map(([key, points]) => figure(key.replaceAll('_', ' '), shown(points.at(-1)[1]))),
-      figure((live.unit || 'tokens') + ' per second', shown(last.tokens_per_second)), figure('per step', shown(last.step_seconds, ' s')),
-      figure('to go', goes && !waits && left >= 0 ? clock(left * last.step_seconds) : '–'), ...last.island ? [figure('islands', last.island.members.join(', '))] : [])
+    const fact = (label, text) => div('', make('b', {}, text), dim(label)), left = live.total - last.step
+    this.figures.replaceChildren(fact('step', `${last.step ?? 0} / ${live.total ?? '–'}`), fact('loss', shown(last.loss)),
+      ...[...this.curves.evaluations].map(([key, points]) => fact(key.replaceAll('_', ' '), shown(points.at(-1)[1]))),
+      fact((live.unit || 'tokens') + ' per second', shown(last.tokens_per_second)), fact('per step', shown(last.step_seconds, ' s')),
+      fact('to go', goes && !waits && left >= 0 ? clock(left * last.step_seconds) : '–'), ...last.island ? [fact('islands', last.island.members.join(', '))] : [])
     Object.assign(this.bar, { max: live.total || 1, value: last.step || 0 })
-    for (const part of ['Machines', 'Flow']) this['render' + part]()
-    chart(this.loss, [['loss', this.points], ...this.evaluations])
+    for (const part of ['Machines', 'Flow', 'Curves', 'Samples']) this['render' + part]()
     const about = line => line.text || Object.entries(line).filter(([key, value]) => value !== '' && value !== null && !['time', 'step', 'process'].includes(key))
       .map(([key, value]) => ['what', 'action', 'reason'].includes(key) ? value : `${key} ${Number.isFinite(value) && value % 1 ? shown(value) : value}`).join(', ')
     const at = line => dim(new Date(line.time).toLocaleTimeString('en-GB') + (line.step ? ` step ${line.step} ` : ' '))
     this.happened.replaceChildren(...this.events.map(line => make('li', { class: AWAY[line.what] ? 'away' : '' }, at(line), about(line))))
-    this.said.replaceChildren(...this.samples.map(one => make('li', {}, dim(`step ${one.step} ${one.prompt} `), one.text)))
-    this.saidBox.hidden = !this.samples.length
+  }
+  renderCurves() {
+    const every = [this.curves, this.other?.curves].filter(one => one).flatMap(one => [one.loss, ...one.evaluations.values()]).flat()
+    this.whole.hidden = this.whole.disabled = !this.zoom
+    this.hint.textContent = !every.length ? 'No step is done yet.' : this.zoom ? '' : 'Drag to zoom.'
+    const range = this.zoom ?? extent(every.map(([step]) => step))
+    for (const chart of this.charts) chart.render(range)
+  }
+  renderSamples() {
+    const steps = [...this.samples.keys()], between = steps.slice(1, -1)
+    this.saidBox.hidden = !steps.length
+    if (!this.hasNewSamples) return // a list that is open stays open
+    this.hasNewSamples = false
+    this.sampled.replaceChildren(...between.map(step => make('option', { value: step }, `step ${step}`)))
+    this.sampled.value = between.includes(this.chosen) ? this.chosen : between[between.length >> 1]
+    const columns = [...new Set([steps[0], between.length ? Number(this.sampled.value) : steps[0], steps.at(-1)])]
+    const prompts = new Set(columns.flatMap(step => [...this.samples.get(step)?.keys() ?? []]))
+    this.said.replaceChildren(make('table', {},
+      make('tr', {}, make('th', {}, 'prompt'), ...columns.map((step, k) => make('th', {}, k === 1 && between.length ? this.sampled : `step ${step}`))),
+      ...[...prompts].map(key => make('tr', {}, make('th', {}, key.replaceAll('\0', '')), ...columns.map(step =>
+        make('td', {}, this.samples.get(step).get(key) || dim(this.samples.get(step).has(key) ? '(empty)' : '–')))))))
   }
   renderMachines() {
     const { last: { stages = [], step_seconds: seconds }, live: { machines, flow } } = this, sent = new Map(), found = new Map()
@@ -153,32 +270,6 @@ class Run {
 function span({ spans }) { // when a recorded step began, and its seconds
   const [first, end] = spans.reduce(([from, to], one) => [Math.min(from, one[2]), Math.max(to, one[3])], [Infinity, -Infinity])
   return [first, end - first]
-}
-function ticks(low, high, most) {
-  const rough = (high - low) / most || 1, unit = 10 ** Math.floor(Math.log10(rough)), step = unit * [1, 2, 5, 10].find(k => k * unit >= rough)
-  const from = Math.ceil(low / step - 1e-9), count = Math.floor(high / step + 1e-9) - from + 1
-  return Array.from({ length: count }, (_, k) => Number(((from + k) * step).toPrecision(9)))
-}
-function chart(place, curves) {
-  const width = place.clientWidth || 300, height = 260, left = 46, bottom = height - 24, isFinite = point => point.every(Number.isFinite)
-  const all = curves.flatMap(([, points]) => points).filter(isFinite)
-  if (!all.length) return place.replaceChildren(dim('No step is done yet.'))
-  const range = k => all.reduce(([low, high], point) => [Math.min(low, point[k]), Math.max(high, point[k])], [Infinity, -Infinity])
-  const [first, final] = range(0), [low, high] = range(1), y = value => bottom - (value - low) / (high - low || 1) * (bottom - 12)
-  const x = step => left + (step - first) / (final - first || 1) * (width - left - 8)
-  const svg = draw('svg', { height, viewBox: `0 0 ${width} ${height}` })
-  for (const at of ticks(low, high, 5)) svg.append(draw('line', { x1: left, x2: width - 8, y1: y(at), y2: y(at) }),
-    write(left - 8, y(at) + 4, at.toLocaleString('en'), 'end'))
-  for (const at of ticks(first, final, Math.max(2, width / 110)).filter(Number.isInteger))
-    svg.append(write(x(at), height - 5, at.toLocaleString('en'), 'middle'))
-  curves.forEach(([label, points], k) => {
-    const path = points.map((point, n) => !isFinite(point) ? '' :
-      `${n && isFinite(points[n - 1]) ? 'L' : 'M'}${x(point[0]).toFixed(1)} ${y(point[1]).toFixed(1)}`).join('')
-    const marks = k || points.length === 1 ? points.filter(isFinite) : []
-    svg.append(draw('g', { class: 'curve' + k % 4 }, draw('path', { d: path }), ...marks.map(([step, value]) =>
-      draw('circle', { cx: x(step), cy: y(value), r: 3.5 }, draw('title', {}, `${label} ${shown(value)} after step ${step}`)))))
-  })
-  place.replaceChildren(svg, legend(curves.map(([label], k) => ['curve' + k % 4, label.replaceAll('_', ' ')])))
 }
 const answer = await ask('/runs').catch(() => null), names = answer?.ok ? await answer.json() : []
 document.getElementById('runs').replaceChildren(names.length ? '' : dim('This is no whole address of a page; hetero watch prints it.'))

@@ -22,19 +22,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
+from urllib.parse import unquote
 
-from hetero_framework.file_trust import not_through_links
+from hetero_framework.file_trust import not_through_links, untrusted_reason
 from hetero_framework.log import EVENTS_FILE
 
 ACTIONS = ("pause", "resume", "checkpoint", "stop")
 LOOPBACK = "127.0.0.1"
 _SILENCE_S, _LAST_S = 10.0, 1.0  # of a connection; for the last news
 _MOST = 16  # most viewers, and most other connections
-_FILES = {"/": ("html", "html"), "/page.js": ("js", "javascript"), "/page.css": ("css", "css")}
-_RECORDS = ("metrics.jsonl", EVENTS_FILE, "samples.jsonl")
+_FILES = {"/": "html", "/page.js": "javascript", "/curves.js": "javascript", "/page.css": "css"}
+_METRICS = "metrics.jsonl"
+_RECORDS = (_METRICS, EVENTS_FILE, "samples.jsonl")
 _TICK_S, _MOST_BYTES, _SPREAD = 0.25, 1 << 18, 1000  # between news; read at the end; lines before
+_MOST_PLACES, _MOST_LISTED = 2000, 50  # looked at for earlier runs in a folder; shown
 _AGAIN_S = 2.0
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
@@ -49,9 +53,10 @@ _HEADERS = {
 class WatchedRun(Protocol):
     """A run that a page shows. `news` gives lines of JSON, or nothing, a few times a second, and
     the last lines after `closing`. If it ends before that, it is called again. `act` does one of
-    ACTIONS, or returns the reason why it cannot."""
+    ACTIONS, or returns the reason why it cannot. `folder` is the run's `output_dir`."""
 
     name: str
+    folder: Path
 
     def news(self, closing: threading.Event) -> Iterator[bytes]: ...
 
@@ -124,11 +129,18 @@ class _Request(BaseHTTPRequestHandler):
         if (refusal := self._refusal()) is not None:
             self._say(refusal)
         elif self.path in _FILES:
-            suffix, kind = _FILES[self.path]
-            body = Path(__file__).with_name(f"page.{suffix}").read_bytes()
-            self._say(HTTPStatus.OK, body, f"text/{kind}; charset=utf-8")
+            body = Path(__file__).with_name(self.path[1:] or "page.html").read_bytes()
+            self._say(HTTPStatus.OK, body, f"text/{_FILES[self.path]}; charset=utf-8")
         elif self.path == "/runs":
             self._say(HTTPStatus.OK, json.dumps([run.name for run in runs]).encode())
+        elif place := re.fullmatch(r"/earlier/(\d{1,3})/(.*)", self.path):
+            found = earlier_runs(runs[int(place[1])].folder) if int(place[1]) < len(runs) else {}
+            if not place[2]:
+                self._say(HTTPStatus.OK, json.dumps([*found]).encode())
+            elif folder := found.get(unquote(place[2])):
+                self._say(HTTPStatus.OK, b"".join(_written(folder, {}, is_own=True)))
+            else:
+                self._say(HTTPStatus.NOT_FOUND)
         elif self.path != "/news":
             self._say(HTTPStatus.NOT_FOUND)
         elif not self.server.admits(self.connection):
@@ -222,13 +234,33 @@ def news_of(folder: Path, values: Mapping[str, Any], closing: threading.Event) -
         told, is_last = now, closing.wait(_TICK_S)
 
 
-def _written(folder: Path, places: dict[str, tuple[int, int]]) -> Iterator[bytes]:
+def earlier_runs(folder: Path) -> dict[str, Path]:
+    """The folders with metrics beside this `output_dir` and in it, the newest first. Left out are
+    folders that somebody else may have written."""
+    folder, found = folder.resolve(), list[tuple[float, Path]]()
+    for around in (folder.parent, folder):
+        with suppress(OSError), os.scandir(around) as entries:
+            for place in (Path(entry.path) for entry in islice(entries, _MOST_PLACES)):
+                with suppress(OSError):
+                    files = place, place / _METRICS
+                    if place != folder and not any(map(untrusted_reason, files)):
+                        found.append((files[1].lstat().st_mtime, place))
+    newest = sorted(found, reverse=True)[:_MOST_LISTED]
+    return {place.relative_to(folder.parent).as_posix(): place for _, place in newest}
+
+
+def _written(
+    folder: Path, places: dict[str, tuple[int, int]], *, is_own: bool = False
+) -> Iterator[bytes]:
     """The lines added to the files since the last call. `places` has each file's inode, and how far
-    it was read. Yields all lines again if a file was replaced, as when a run goes back."""
+    it was read. Yields all lines again if a file was replaced, as when a run goes back. With
+    `is_own`, files that somebody else may have written are left out."""
     for name in _RECORDS:
         try:
             with open(folder / name, "rb", opener=not_through_links) as file:
                 entry = os.fstat(file.fileno())
+                if is_own and untrusted_reason(folder / name, entry=entry):
+                    continue
                 inode, place = places.get(name, (entry.st_ino, 0))
                 if inode != entry.st_ino or entry.st_size < place:
                     places.clear()

@@ -11,6 +11,7 @@ from typing import Any
 
 from hetero_framework.core.files import write_private
 from hetero_framework.core.spans import COMMIT, COMPUTE, SEND, Span, is_span
+from hetero_framework.errors import in_words
 from hetero_framework.extras.watch.page_server import PageServer, news_of
 from hetero_framework.trainer.observers import Due, Observer, Placement, RunStart, Watched
 from hetero_framework.trainer.train_state import TrainState
@@ -24,8 +25,8 @@ class RunPage(Observer):
 
     def __init__(self, run: Watched) -> None:
         config = run.placed.prepared.config
-        self._run, self._folder = run, config.output_dir
-        self.name: str = config.setting("island.name") or self._folder.name
+        self._run, self.folder = run, config.output_dir
+        self.name: str = config.setting("island.name") or self.folder.name
         self._shown: dict[str, Any] = {"steers": True, "state": "running", "noted": 0}
         self._serving, self._changed, self._step = ExitStack(), threading.Condition(), 0
         self._pauses = self._waits = self._saves = self._is_saving = self._stops = False
@@ -37,18 +38,26 @@ class RunPage(Observer):
         self.replanned(run.placed)
         self._run.at_end(self._serving.close)  # so that the last event is shown
         self._serving.enter_context(suppress(OSError))
-        server, file = self._serving.enter_context(PageServer([self])), self._folder / "page.json"
+        try:
+            server = self._serving.enter_context(PageServer([self]))
+        except OSError as error:
+            _log.warning("the run goes on without a page: %s", in_words(error))
+            return
+        file = self.folder / "page.json"
         self._serving.callback(file.unlink, missing_ok=True)
         with suppress(OSError):  # a full disk; the command says that there is no page
             write_private(file, json.dumps({"address": server.address}).encode())
-        _log.info("the run has a page; hetero watch %s prints its address", self._folder)
+        if (screen := self._run.screen) is not None and screen.has_terminal:
+            screen.message(f"the run's page: {server.address}")  # which is not for files of logs
+        else:
+            _log.info("the run has a page; hetero watch %s prints its address", self.folder)
 
     def replanned(self, placed: Placement) -> None:
         self._spans.clear()
         self._shown |= {"machines": _machines(placed), "flow": None}
 
     def news(self, closing: threading.Event) -> Iterator[bytes]:
-        return news_of(self._folder, self._shown, closing)
+        return news_of(self.folder, self._shown, closing)
 
     def act(self, action: str) -> str | None:
         with self._changed:

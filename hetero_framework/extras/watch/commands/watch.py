@@ -57,12 +57,12 @@ class RunBeside:
     def __init__(self, place: str, overrides: Sequence[str] = ()) -> None:
         """Raises ConfigError for a configuration with mistakes."""
         self._given = place if _ADDRESS.fullmatch(place) else None
-        self._folder, self._shown = Path(place), dict[str, Any](steers=False)
-        self.name: str = place.partition("#")[0] if self._given else self._folder.resolve().name
-        if self._given is None and not self._folder.is_dir():
+        self.folder, self._shown = Path(place), dict[str, Any](steers=False)
+        self.name: str = place.partition("#")[0] if self._given else self.folder.resolve().name
+        if self._given is None and not self.folder.is_dir():
             config = with_saved_plan(load_config(place, overrides))
-            self._folder = config.output_dir
-            self.name = config.setting("island.name") or self._folder.name
+            self.folder = config.output_dir
+            self.name = config.setting("island.name") or self.folder.name
             stages = config.plan.stages if config.is_planned else ()
             self._shown["machines"] = [{"owner": s.owner, "layers": [s.layers]} for s in stages]
 
@@ -82,7 +82,7 @@ class RunBeside:
                     yield news if number == b"0" else b""
             return
         shown, look_at = dict(self._shown), 0.0
-        for lines in news_of(self._folder, shown, closing):
+        for lines in news_of(self.folder, shown, closing):
             yield lines
             if time.monotonic() < look_at:
                 continue
@@ -112,7 +112,7 @@ class RunBeside:
     def _process(self) -> psutil.Process | None:
         """The process of the run on this machine. A later process with the same number does not
         count, nor does one elsewhere. Raises OSError if others may have written the number."""
-        file = self._folder / ".lock.json"
+        file = self.folder / ".lock.json"
         with suppress(FileNotFoundError, *_DAMAGED):
             holder = json.loads(read_own(file, strictly=True))
             number, host = holder["process"], holder["host"]
@@ -128,7 +128,7 @@ class RunBeside:
         """The address of the page that this process serves. Raises OSError as `_process` does."""
         with suppress(FileNotFoundError, *_DAMAGED):
             if self._given is None and process is not None:
-                kept = json.loads(read_own(self._folder / "page.json", strictly=True))
+                kept = json.loads(read_own(self.folder / "page.json", strictly=True))
                 found = _ADDRESS.fullmatch(kept["address"])
                 for one in process.net_connections("tcp4") if found else ():
                     if (
