@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 import hetero_framework
 from tests.samples import save_llama, save_texts
+from tests.terminal import terminal
 
 PACKAGE = Path(hetero_framework.__file__).parent
 EXTRAS = sorted(file.parent.name for file in PACKAGE.glob("extras/*/__init__.py"))
@@ -60,18 +62,25 @@ def without(place: Path, extra: str) -> Path:
 
 
 def hetero(
-    place: Path, *words: object, package: Path = PACKAGE.parent, code: str = ""
+    place: Path,
+    *words: object,
+    package: Path = PACKAGE.parent,
+    code: str = "",
+    on_terminal: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join(map(str, (place / "hook", package)))
     run = ("-c", code) if code else ("-m", "hetero_framework")
-    return subprocess.run(
-        [sys.executable, *run, *map(str, words)],
-        capture_output=True,
-        text=True,
-        cwd=place,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
+    shown = terminal() if on_terminal else nullcontext((subprocess.PIPE, b""))
+    with shown as (stream, _):
+        return subprocess.run(
+            [sys.executable, *run, *map(str, words)],
+            stdout=stream,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=place,
+            timeout=300,
+            env={**os.environ, "PYTHONPATH": paths, "TERM": "xterm"},
+        )
 
 
 def configuration(place: Path, training: dict[str, Any] | None = None, **sections: Any) -> Path:
@@ -109,7 +118,8 @@ def test_a_run_without_any_extra_leaves_out_what_defaults_ask_for(place):
     file = configuration(place, {"report_to": "none", "output_dir": "bare_run"})
     checked = hetero(place, "check", "--config", file, package=without(place, ""))
     assert "The configuration is valid" in checked.stdout, checked.stderr
-    done = hetero(place, "train", "--config", file, package=without(place, ""))
+    bare, has_terminals = without(place, ""), os.name != "nt"
+    done = hetero(place, "train", "--config", file, package=bare, on_terminal=has_terminals)
     assert done.returncode == 0, done.stderr
     log = (place / "bare_run" / "logs" / "coordinator.log").read_text()
     for setting in ("visualize", "timeline_steps"):

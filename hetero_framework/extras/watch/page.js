@@ -107,7 +107,7 @@ class Run {
     Object.assign(this, { flowBox: box('A step as it flowed', this.flow), saidBox: box('Samples', this.said) })
     document.getElementById('runs').append(make('article', {},
       make('header', {}, make('h1', {}, title), this.pill, make('nav', {}, ...this.buttons)), this.note, this.figures, this.bar,
-      box('Curves', div('tools', this.hint, this.whole, this.comparing), div('charts', ...this.charts.map(one => one.box))),
+      box('Curves', div('tools', this.whole, this.hint, this.comparing), div('charts', ...this.charts.map(one => one.box))),
       this.saidBox, box('Machines', this.chain, this.others), this.flowBox, box('Events', this.happened)))
     this.list()
   }

@@ -97,14 +97,26 @@ class Browser:
         """With the mouse, where the element is; not before it can be pressed."""
         found = f"document.querySelector({json.dumps(selector)})"
         wait_until(lambda: self.value(f"!!{found} && !{found}.disabled && !{found}.hidden"))
+        for kind in ("mousePressed", "mouseReleased"):
+            self.mouse(kind, selector)
+
+    def mouse(self, kind: str, selector: str, at: float = 0.5, clicks: int = 1) -> None:
+        """An event of the mouse, at this share of the element's width."""
+        found = f"document.querySelector({json.dumps(selector)})"
         self.value(f"{found}.scrollIntoView({{block: 'center'}})")
         place = self.value(
             f"(() => {{ const b = {found}.getBoundingClientRect();"
-            " return {x: b.x + b.width / 2, y: b.y + b.height / 2} })()"
+            f" return {{x: b.x + b.width * {at}, y: b.y + b.height / 2}} }})()"
         )
-        for kind in ("mousePressed", "mouseReleased"):
-            press = {"type": kind, **place, "button": "left", "clickCount": 1}
-            self.ask("Input.dispatchMouseEvent", **press)
+        button = {"button": "none"} if kind == "mouseMoved" else {"button": "left"}
+        told = {"type": kind, **place, **button, "clickCount": clicks}
+        self.ask("Input.dispatchMouseEvent", **told)
+
+    def choose(self, selector: str, value: str) -> None:
+        """Choose an option of a list."""
+        found = f"document.querySelector({json.dumps(selector)})"
+        code = f"{found}.value = {json.dumps(value)}; {found}.dispatchEvent(new Event('change'))"
+        self.value(code)
 
     def look(self, width: int, *, dark: bool = False) -> None:
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}

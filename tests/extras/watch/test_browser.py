@@ -195,6 +195,142 @@ def test_many_islands_share_a_page_and_each_is_steered(browser):
         browser.errors.clear()
 
 
+@pytest.fixture
+def long(run, tmp_path):
+    """The run has 40 steps and an evaluation every ten; another one has twice the values."""
+    other = tmp_path / "an <i>earlier</i> run"
+    other.mkdir()
+    for place, factor in ((run, 1), (other, 2)):
+        for name in ("metrics.jsonl", "events.jsonl", "samples.jsonl"):
+            (place / name).unlink(missing_ok=True)
+        for step in range(1, 41):
+            rest = {"learning_rate": 1e-5 * factor, "grad_norm": 0.5, "step_seconds": 1.0}
+            loss = {"step": step, "loss": factor * (100 + step) / 100}
+            lines(place / "metrics.jsonl", {**loss, **rest})
+            if step % 10 == 0:
+                told = {"time": "2026-01-02", "what": "evaluation", "step": step}
+                lines(place / "events.jsonl", {**told, "eval_loss": factor * step / 10})
+    return run
+
+
+def curves(browser):
+    return browser.value("document.querySelectorAll('.chart:not([hidden]) path').length")
+
+
+def steps_shown(browser, chart=1):
+    """The numbers of steps under a chart."""
+    place = f".chart:nth-of-type({chart}) text[text-anchor=middle]"
+    found = f"[...document.querySelectorAll('{place}')].map(one => Number(one.textContent))"
+    return browser.value(found)
+
+
+def test_a_curve_is_zoomed_by_dragging_and_shows_values(browser, long):
+    browser.errors.clear()
+    with PageServer([RunBeside(str(long))]) as server:
+        browser.look(1280)
+        browser.open(server.address)
+        wait_until(lambda: curves(browser) == 4)
+        headings = browser.value("[...document.querySelectorAll('h3')].map(h => h.innerText)")
+        assert headings == ["Loss", "Evaluation loss", "Learning rate", "Gradient norm"]
+        assert max(steps_shown(browser)) == 40
+        browser.mouse("mouseMoved", ".plot")
+        browser.await_text(" at step ", ".top")
+        value, step = browser.text(".top span").split(" at step ")
+        assert float(value) == (100 + int(step)) / 100
+        for chart, text in enumerate(("2 at step 20", "1e-5 at", "0.5 at"), 2):
+            browser.await_text(text, f".chart:nth-of-type({chart}) .top")
+        for kind, at in (("mousePressed", 0.5), ("mouseMoved", 0.8), ("mouseReleased", 0.8)):
+            browser.mouse(kind, ".plot", at)
+        wait_until(lambda: all(min(steps_shown(browser, chart)) > 15 for chart in (1, 2, 3, 4)))
+        assert max(steps_shown(browser)) < 36
+        for kind in ("mousePressed", "mouseReleased") * 2:
+            browser.mouse(kind, ".plot", 0.4, 2)
+        wait_until(lambda: max(steps_shown(browser)) == 40)
+        assert browser.value("document.querySelector('.whole').hidden")
+        assert browser.errors == []
+
+
+def test_an_earlier_run_is_drawn_on_the_same_axes(browser, long):
+    browser.errors.clear()
+    with PageServer([RunBeside(str(long))]) as server:
+        browser.open(server.address)
+        wait_until(lambda: curves(browser) == 4)
+        name = "an <i>earlier</i> run"
+        browser.await_text(name, ".earlier")
+        browser.choose(".earlier", name)
+        wait_until(lambda: curves(browser) == 8)
+        assert name in browser.text(".legend")
+        browser.mouse("mouseMoved", ".plot")
+        browser.await_text(name, ".top")
+        own, other = browser.text(".top span").split(" · ")
+        step = int(own.split()[-1])
+        assert own == f"run {(100 + step) / 100:g} at step {step}"
+        assert other == f"{name} {(100 + step) / 50:g} at step {step}"
+        browser.choose(".earlier", "")
+        wait_until(lambda: curves(browser) == 4)
+        assert browser.errors == []
+
+
+def test_samples_stand_side_by_side_by_step(browser, long):
+    cells = "[...document.querySelectorAll('tr')].map(r => [...r.children].map(c => c.innerText))"
+    for step in (10, 20, 30, 40):
+        for prompt in (HOSTILE, "again", "again"):
+            told = {"step": step, "prompt": prompt, "text": f"{HOSTILE} {step}"}
+            lines(long / "samples.jsonl", told if step > 10 else {**told, "text": ""})
+    with PageServer([RunBeside(str(long))]) as server:
+        browser.open(server.address)
+        browser.await_text("step 40", "table")
+        head, *rows = browser.value(cells)
+        assert (head[0], head[1], head[3]) == ("prompt", "step 10", "step 40")
+        assert [row[0] for row in rows] == [HOSTILE, "again", "again"]
+        assert [row[1:] for row in rows] == [["(empty)", f"{HOSTILE} 30", f"{HOSTILE} 40"]] * 3
+        browser.choose("table select", "20")
+        browser.await_text(f"{HOSTILE} 20", "table")
+        lines(long / "samples.jsonl", {"step": 50, "prompt": "new", "text": "said"})
+        browser.await_text("said", "table")
+        assert browser.value(cells)[1][1:] == ["(empty)", f"{HOSTILE} 20", "–"]
+
+
+PURE = """
+import('/curves.js').then(({ added, extent, figure, nearest, Scale, thinned, ticks, within }) => {
+  const odd = { 778: 9, 889: null, 1000: -9 }, scale = new Scale([10, 50], 462)
+  const many = Array.from({ length: 1e5 }, (_, k) => [k + 1, k + 1 in odd ? odd[k + 1] : k % 7])
+  const few = thinned(many, 2000), at = step => few.find(point => point[0] === step)
+  let grown = []
+  for (let k = 0; k < 9000; k++) grown = added(grown, k, k)
+  return {
+    count: few.length, few: [778, 889, 1000, 1, 1e5].map(at),
+    sorted: few.every(([step], k) => !k || step > few[k - 1][0]),
+    grown: [grown.length, grown[0][0], grown.at(-1)[0]],
+    back: added([[1, 1], [2, 2], [3, 3]], 2, 5), one: thinned([[1, null]]),
+    within: within(many, [5.5, 7]).map(([step]) => step), none: within([], [0, 1]),
+    nearest: [nearest([[1, 0], [5, 0]], 3.5), nearest([], 1)],
+    zoom: [scale.zoom(454, 54), scale.zoom(60, 63), scale.zoom(-99, 154)],
+    ticks: [ticks(0, 1, 4), ticks(3, 3, 4)],
+    figures: [0.00001234567, 1234567, 0, null, 2.34567].map(figure),
+  }
+})"""
+
+
+def test_curves_are_thinned_and_zoomed_exactly(browser):
+    with PageServer([]) as server:
+        browser.open(server.address)
+        browser.await_text("no whole address")
+        found = browser.value(PURE)
+    assert 1000 < found["count"] <= 2000
+    assert found["sorted"]
+    assert found["few"][:3] == [[778, 9], [889, None], [1000, -9]]
+    assert [point[0] for point in found["few"][3:]] == [1, 100000]
+    assert (found["grown"][0] <= 4000, found["grown"][1:]) == (True, [0, 8999])
+    assert found["back"] == [[1, 1], [2, 5]]
+    assert (found["within"], found["none"]) == ([5, 6, 7, 8], [])
+    assert found["nearest"] == [[5, 0], None]
+    assert found["zoom"] == [[10, 50], None, [10, 20]]
+    assert found["one"] == [[1, None]]
+    assert found["ticks"] == [[0, 0.5, 1], [3]]
+    assert found["figures"] == ["1.235e-5", "1,235,000", "0", "not finite", "2.346"]
+
+
 LOST = {"what": "worker lost", "worker": HOSTILE}
 STATES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "a worker is away": ([LOST], "waiting"),

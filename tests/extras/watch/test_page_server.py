@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from hetero_framework.extras.watch import page_server
 from hetero_framework.extras.watch.page_server import ACTIONS, PageServer
 from tests.extras.watch.pages import Client
+from tests.planting import plant
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_here")
@@ -21,6 +25,7 @@ class Told:
     """A run that tells what a test wants."""
 
     name = "a </script><script>alert(1)</script> run"
+    folder = Path(__file__)  # a file: there are no runs beside it
 
     def __init__(self) -> None:
         self.lines, self.done = [b'{"state": "running"}\n'], list[str]()
@@ -54,7 +59,8 @@ def client(told):
 
 
 def test_the_page_needs_no_token_and_says_nothing(client):
-    for path, kind in (("/", "html"), ("/page.js", "javascript"), ("/page.css", "css")):
+    kinds = {"/": "html", "/page.js": "javascript", "/curves.js": "javascript", "/page.css": "css"}
+    for path, kind in kinds.items():
         status, headers, body = client.ask(path, Authorization="")
         assert (status, headers["Content-Type"]) == (200, f"text/{kind}; charset=utf-8")
         assert client.token.encode() not in body
@@ -93,7 +99,8 @@ def test_it_listens_on_the_loopback_alone(client):
     ],
 )
 def test_a_strange_request_does_nothing(client, told, headers, status):
-    for method, path in (("POST", "/do/0/stop"), ("GET", "/news"), ("GET", "/runs")):
+    asked = [("GET", path) for path in ("/news", "/runs", "/earlier/0/")]
+    for method, path in (("POST", "/do/0/stop"), *asked):
         found, sent, body = client.ask(path, method, **headers)
         assert (found, body) == (status, b"")
         assert "frame-ancestors 'none'" in sent["Content-Security-Policy"]
@@ -144,6 +151,70 @@ def test_every_action_reaches_the_run(client, told):
     assert answers == [(200, ""), (409, "it is too late"), (200, ""), (200, "")]
     assert told.done == list(ACTIONS)
     assert json.loads(client.ask("/runs")[2]) == [told.name]
+
+
+def earlier(place: Path, when: float = 1e9) -> Path:
+    """A run with one step in this folder."""
+    place.mkdir(parents=True)
+    (place / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (place / "events.jsonl").write_text('{"what": "evaluation", "step": 1, "eval_loss": 3.0}\n')
+    os.utime(place / "metrics.jsonl", (when, when))
+    return place
+
+
+@pytest.fixture
+def runs(client, told, tmp_path):
+    """The names of the earlier runs that the page of a run in tmp_path/"now" shows."""
+    told.folder = earlier(tmp_path / "now")
+    return lambda: json.loads(client.ask("/earlier/0/")[2])
+
+
+def test_runs_beside_and_in_the_folder_can_be_compared(client, runs, tmp_path):
+    earlier(tmp_path / "now" / "previous-1", 1e9 + 1)
+    earlier(tmp_path / "a <b> & ü", 1e9 + 2)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "notes.txt").touch()
+    assert runs() == ["a <b> & ü", "now/previous-1"]
+    for name in runs():
+        status, _, body = client.ask(f"/earlier/0/{quote(name, safe='')}")
+        assert status == 200
+        told = [json.loads(line) for line in body.splitlines()]
+        assert [one["of"] for one in told] == ["metrics", "events"]
+        assert [one["line"].get("loss", 3.0) for one in told] == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("name", ["..", "now", "../now", "data", "/etc", "%00", "x" * 5000, "1"])
+def test_no_other_folder_is_read(client, runs, tmp_path, name):
+    (tmp_path / "data").mkdir()
+    assert client.ask(f"/earlier/0/{quote(name, safe='')}")[0] == 404
+    assert client.ask("/earlier/1/now")[0] == 404
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has neither modes nor such owners")
+@pytest.mark.parametrize("how", ["owner", "mode", "link", "name"])
+@pytest.mark.parametrize("file", ["", "metrics.jsonl"])
+def test_runs_that_others_may_have_written_are_not_shown(runs, tmp_path, how, file):
+    place = earlier(tmp_path / "planted")
+    assert runs() == ["planted"]
+    if how != "name" or file:  # a folder has no second name
+        plant(place / file, how, tmp_path / "elsewhere")
+        assert "planted" not in runs()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has neither modes nor such owners")
+def test_of_an_earlier_run_each_file_is_checked(client, runs, tmp_path):
+    plant(earlier(tmp_path / "then") / "events.jsonl", "mode", tmp_path / "elsewhere")
+    told = client.ask("/earlier/0/then")[2].splitlines()
+    assert [json.loads(line)["of"] for line in told] == ["metrics"]
+
+
+def test_of_many_earlier_runs_the_newest_are_listed(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(page_server, "_MOST_LISTED", 2)
+    for number in range(4):
+        earlier(tmp_path / f"run{number}", 1e9 + number)
+    assert runs() == ["run3", "run2"]
+    monkeypatch.setattr(page_server, "_MOST_PLACES", 0)
+    assert runs() == []
 
 
 def test_viewers_get_the_last_news(told):

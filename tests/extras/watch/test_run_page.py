@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import stat
 from pathlib import Path
@@ -15,9 +17,11 @@ from hetero_framework.config import Config
 from hetero_framework.errors import StoppedEarly
 from hetero_framework.extras.watch import page_server
 from hetero_framework.trainer.coordinator import train
+from hetero_framework.trainer.progress import Progress
 from tests.extras.watch.pages import Client, Halting, address_of, steered
 from tests.faults.final_state import assert_same_run
 from tests.integration.test_parity import assert_same, weights
+from tests.terminal import terminal
 from tests.waiting import WAIT_S
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left", "verdicts")]
@@ -175,6 +179,46 @@ def test_one_step_of_eight_is_recorded_for_the_page_alone(config, tmp_path):
     assert found[-1] == 17
     spans = json.loads((tmp_path / "told" / "timeline.json").read_text())["traceEvents"]
     assert {e["args"]["step"] for e in spans if "step" in e.get("args", {})} == {2, 3}
+
+
+class Asking(Progress):
+    """Asks the run's page after each step, if there is one."""
+
+    def __init__(self, stream: Any, output: Path) -> None:
+        super().__init__(stream)
+        self.output, self.answers = output, list[int]()
+
+    def step(self, metrics: Any) -> None:
+        super().step(metrics)
+        if (self.output / "page.json").exists():
+            self.answers.append(Client(address_of(self.output)).ask("/runs")[0])
+
+
+@pytest.mark.parametrize("page", [None, False])
+def test_a_run_on_a_terminal_has_a_page_unless_told_otherwise(config, tmp_path, page, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    raw = config("run", max_steps=2, page=page)
+    with terminal() as (stream, said):
+        asking = Asking(stream, tmp_path / "run")
+        train(Config.from_dict(raw), progress=asking)
+    told = re.findall(r"the run's page: http://127\.0\.0\.1:\d+/#[\w-]{32}\s", said.decode())
+    has_page = page is None
+    assert (asking.answers, len(told)) == ([200, 200] * has_page, has_page)
+    assert not any("/#" in file.read_text() for file in (tmp_path / "run").rglob("*.log"))
+
+
+def test_a_run_without_a_terminal_has_no_page_by_itself(config, tmp_path):
+    asking = Asking(io.StringIO(), tmp_path / "run")
+    train(Config.from_dict(config("run", max_steps=1, page=None)), progress=asking)
+    assert asking.answers == []
+
+
+def test_a_run_that_gets_no_port_goes_on_without_a_page(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(page_server, "LOOPBACK", "203.0.113.1")  # the address of no machine
+    assert train(Config.from_dict(config("run", max_steps=2))).steps == 2
+    log = (tmp_path / "run" / "logs" / "coordinator.log").read_text()
+    assert "WARNING the run goes on without a page: " in log
+    assert not (tmp_path / "run" / "page.json").exists()
 
 
 def test_nobody_else_can_read_the_address(config, tmp_path):
