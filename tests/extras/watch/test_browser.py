@@ -198,7 +198,7 @@ def test_many_islands_share_a_page_and_each_is_steered(browser):
 @pytest.fixture
 def long(run, tmp_path):
     """The run has 40 steps and an evaluation every ten; another one has twice the values."""
-    other = tmp_path / "an <i>earlier</i> run"
+    other = tmp_path / "an &lt;earlier&gt; run"
     other.mkdir()
     for place, factor in ((run, 1), (other, 2)):
         for name in ("metrics.jsonl", "events.jsonl", "samples.jsonl"):
@@ -255,7 +255,7 @@ def test_an_earlier_run_is_drawn_on_the_same_axes(browser, long):
     with PageServer([RunBeside(str(long))]) as server:
         browser.open(server.address)
         wait_until(lambda: curves(browser) == 4)
-        name = "an <i>earlier</i> run"
+        name = "an &lt;earlier&gt; run"
         browser.await_text(name, ".earlier")
         browser.choose(".earlier", name)
         wait_until(lambda: curves(browser) == 8)

@@ -171,10 +171,10 @@ def runs(client, told, tmp_path):
 
 def test_runs_beside_and_in_the_folder_can_be_compared(client, runs, tmp_path):
     earlier(tmp_path / "now" / "previous-1", 1e9 + 1)
-    earlier(tmp_path / "a <b> & ü", 1e9 + 2)
+    earlier(tmp_path / "50% & ü", 1e9 + 2)
     (tmp_path / "data").mkdir()
     (tmp_path / "notes.txt").touch()
-    assert runs() == ["a <b> & ü", "now/previous-1"]
+    assert runs() == ["50% & ü", "now/previous-1"]
     for name in runs():
         status, _, body = client.ask(f"/earlier/0/{quote(name, safe='')}")
         assert status == 200
