@@ -67,7 +67,7 @@ class Chart {
     if (!this.scale) return this.plot.replaceChildren(dim('No value here.'))
     const more = (high - low) * .04 || Math.abs(high) * .1 || 1, y = value => bottom - (value - low + more) / (high - low + 2 * more) * (bottom - 6)
     const x = step => this.scale.x(step), svg = draw('svg', { height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}` })
-    for (const value of ticks(low - more, high + more, 4)) svg.append(draw('line', { x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
+    for (const value of ticks(low - more, high + more, 5)) svg.append(draw('line', { x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
       write(LEFT - 7, y(value) + 4, figure(value), 'end'))
     for (const step of ticks(...range, Math.max(2, width / 110)).filter(Number.isInteger)) svg.append(write(x(step), HEIGHT - 5, step.toLocaleString('en'), 'middle'))
     const inside = draw('svg', { x: LEFT - 4, width: width - LEFT - RIGHT + 8, height: bottom + 4, viewBox: `${LEFT - 4} 0 ${width - LEFT - RIGHT + 8} ${bottom + 4}` })

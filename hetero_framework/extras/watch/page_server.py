@@ -37,7 +37,7 @@ _MOST = 16  # most viewers, and most other connections
 _FILES = {"/": "html", "/page.js": "javascript", "/curves.js": "javascript", "/page.css": "css"}
 _METRICS = "metrics.jsonl"
 _RECORDS = (_METRICS, EVENTS_FILE, "samples.jsonl")
-_TICK_S, _MOST_BYTES, _SPREAD = 0.25, 1 << 18, 1000  # between news; read at the end; lines before
+_TICK_S, _MOST_BYTES, _SPREAD = 0.5, 1 << 18, 1000  # between news; read at the end; lines before
 _MOST_PLACES, _MOST_LISTED = 2000, 50  # looked at for earlier runs in a folder; shown
 _AGAIN_S = 2.0
 _HEADERS = {
@@ -256,10 +256,14 @@ def _written(
     it was read. Yields all lines again if a file was replaced, as when a run goes back. With
     `is_own`, files that somebody else may have written are left out."""
     for name in _RECORDS:
+        path = folder / name
         try:
-            with open(folder / name, "rb", opener=not_through_links) as file:
+            entry = path.lstat()
+            if places.get(name) == (entry.st_ino, entry.st_size):
+                continue  # nothing is new, and opening costs more
+            with open(path, "rb", opener=not_through_links) as file:
                 entry = os.fstat(file.fileno())
-                if is_own and untrusted_reason(folder / name, entry=entry):
+                if is_own and untrusted_reason(path, entry=entry):
                     continue
                 inode, place = places.get(name, (entry.st_ino, 0))
                 if inode != entry.st_ino or entry.st_size < place:
