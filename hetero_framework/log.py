@@ -34,6 +34,7 @@ _CUT = " ..."
 _package = logging.getLogger("hetero_framework")
 _handlers: tuple[logging.Handler, ...] = ()  # the handlers of the innermost `log_to`
 _step: int | None = None
+_shown = ""  # the line of `at_work` that a terminal shows now
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
@@ -132,8 +133,31 @@ def with_level(level: str, text: str) -> str:
     return text if level == "INFO" else f"{level.lower()}: {text}"
 
 
+@contextmanager
+def at_work(what: str) -> Iterator[Callable[[str], None]]:
+    """On a terminal, show what is done in the block, and remove the line at its end. The given
+    function adds how much is done: "12,000 examples"."""
+    outer = _shown
+    _show(f"{what} ...")
+    try:
+        yield lambda done: _show(f"{what}: {done}")
+    finally:
+        _show(outer)
+
+
+def _show(text: str) -> None:
+    """Replace the line that the terminal shows."""
+    global _shown
+    with suppress(OSError, ValueError):  # ValueError: the stream is closed
+        if sys.stderr.isatty():
+            print("\r" + " " * len(_shown), text, sep="\r", end="", file=sys.stderr, flush=True)
+            _shown = text
+
+
 def to_stderr(level: str, text: str) -> None:
     """The `write` of `Lines` for a process without a display."""
+    if _shown:
+        _show("")
     print(with_level(level, text), file=sys.stderr, flush=True)
 
 

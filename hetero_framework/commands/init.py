@@ -48,6 +48,7 @@ EXAMPLES = """
     hetero init --non-interactive --model ./bert --worker box --data rows.jsonl \\
         --objective classification
     hetero init --island garage --lighthouse 192.168.1.10:29510
+    hetero init --recipe dpo --data pairs.jsonl
     """
 _HOST_PORT_DEVICE = "HOST[:PORT[:DEVICE]]"
 OPTIONS = (
@@ -66,6 +67,12 @@ OPTIONS = (
     option("--adapter", choices=("lora", "qlora", "none"), help="what to train (default: lora)"),
     value("--data", "FILE", "training data: file or dataset name"),
     value(
+        "--val-set-size",
+        "N",
+        "hold out samples of the data for evaluation: a share, or a number (default: none)",
+        type=float,
+    ),
+    value(
         "--objective",
         "NAME",
         "what to learn: sft, dpo, classification, ... (default: what the data's fields tell)",
@@ -76,7 +83,14 @@ OPTIONS = (
         "HOST:PORT",
         "address where islands find each other (default: 127.0.0.1:29510)",
     ),
-    *writes(f"default: {DEFAULT_CONFIG}", default=DEFAULT_CONFIG),
+    option(
+        "--recipe",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="copy a whole configuration with comments; without NAME, list them",
+    ),
+    *writes(f"default: {DEFAULT_CONFIG}, or hetero_config.yaml", default=DEFAULT_CONFIG),
 )
 ADAPTERS = ("lora", "qlora", "none")
 _USUAL_DATA = "data/train.jsonl"
@@ -85,6 +99,11 @@ Say = Callable[[str], None]
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if arguments.recipe is not None:
+        written = registry.needed("recipes", "write", "--recipe")(arguments)
+        if written is not None:
+            print(f"wrote {written}; next: hetero check --config {written}")
+        return
     given = {**vars(arguments), "measure": arguments.measure or None}  # None, (): not given
     given["workers"] = tuple(arguments.workers)
     answers = Answers(**{f.name: given[f.name] for f in fields(Answers) if f.name in given})
@@ -150,6 +169,7 @@ class Answers:
     layers: int | None = None
     adapter: str | None = None
     data: str | None = None
+    val_set_size: float | None = None
     objective: str | None = None
     island: str | None = None
     lighthouse: str | None = None
@@ -225,6 +245,9 @@ def propose(
     if answers.data:
         raw["data"] = {"train": answers.data, "max_length": 1024}
     raw["training"] = _training(answers.objective or "sft", len(entries), adapter)
+    if answers.data and answers.val_set_size:
+        raw["data"]["val_set_size"] = answers.val_set_size
+        raw["training"]["eval_steps"] = 0.1  # of all steps
     return raw
 
 
@@ -290,7 +313,7 @@ def settled(answers: Answers, output: Path, **more: Any) -> Answers:
     """The answers and `more`, with the objective that the data tell, and with paths as the file
     `output` must state them. Raises UserError for a model or data that are not there."""
     if answers.model is not None:
-        _model(answers.model)
+        checked_model(answers.model)
     told = told_objectives(answers.data)
     if answers.objective is not None:
         _check_objective(answers.objective, *told)
@@ -391,16 +414,22 @@ class _Questions:
     def fill(
         self, name: str, question: str, default: str | None, check: Callable[[str], Any]
     ) -> None:
-        """Ask for the answer `name`, if it is missing, until `check` takes it."""
-        prompt = f"{question} [{default}]: " if default is not None else f"{question}: "
+        """Ask for the answer `name`, if it is missing, until `check` takes it. An answer for which
+        `check` raises ModelError is taken the second time."""
+        doubted = None
         while getattr(self.answers, name) in (None, ()):
+            prompt = f"{question} [{default}]: " if default is not None else f"{question}: "
             try:
                 text = self.read(prompt).strip() or default
                 if not text:
                     raise UserError("an answer is needed here")
-                self.answers = replace(self.answers, **{name: check(text)})
+                answer = text if text == doubted else check(text)
+                self.answers = replace(self.answers, **{name: answer})
             except UserError as error:
                 self.say(f"  {error}")
+                if isinstance(error, ModelError):
+                    doubted = default = text
+                    self.say(f"  Another name? An empty line keeps {text}")
 
     def ask_all(self) -> None:
         usual = _USUAL_DATA if Path(_USUAL_DATA).is_file() else None
@@ -408,11 +437,13 @@ class _Questions:
         told, listed = told_objectives(self.answers.data)
         if listed:
             self.say(f"The data have the fields {listed}.")
+        question = "Hold out for evaluation: a share such as 0.05, or a number of samples"
+        self.fill("val_set_size", question, "0", _held_out)
         known = [n for n in registry.names("objectives") if reads_text(needs_of(n).data)]
         known = told or known
         suits = partial(_check_objective, told=told, listed=listed)
         self.fill("objective", f"Objective ({', '.join(known)})", [*told, "sft"][0], suits)
-        self.fill("model", "Model: a directory or a name on the hub", None, _model)
+        self.fill("model", "Model: a directory or a name on the hub", None, self._readable)
         if self.answers.coordinator is None:
             question = "Device of this machine, the coordinator (auto, cpu, cuda:0, mps, ...)"
             self.fill("device", question, "auto", _device)
@@ -424,8 +455,14 @@ class _Questions:
         question = "Train lora, qlora (4-bit base) or none (all weights)"
         self.fill("adapter", question, "lora", _one_of(*ADAPTERS))
 
+    def _readable(self, text: str) -> str:
+        """The name of a model. Raises ModelError if its configuration cannot be read here."""
+        _model_config(checked_model(text), self.answers.objective, Path.cwd())
+        return text
 
-def _model(text: str) -> str:
+
+def checked_model(text: str) -> str:
+    """The name of a model. Raises UserError for a directory that is not there."""
     if _is_path(text) and not Path(text).expanduser().is_dir():
         raise UserError(f"there is no directory {text}; a name on the hub is like ORG/NAME")
     return text
@@ -451,6 +488,13 @@ def _data_folder(text: str) -> None:
 def _is_path(text: str) -> bool:
     """Whether a name can only be a path here: names on the hub have at most one slash."""
     return text.startswith((".", "/", "~")) or "\\" in text or text.count("/") > 1
+
+
+def _held_out(text: str) -> float:
+    with suppress(ValueError):
+        if (size := float(text)) >= 0 and (size < 1 or size.is_integer()):
+            return size
+    raise UserError(f'"{text}" is neither a share, such as 0.05, nor a number of samples')
 
 
 def _workers(text: str) -> list[str]:
@@ -510,10 +554,16 @@ def _layers(answers: Answers, output: Path) -> int:
             "the number of layers is not known", hint="give --model NAME, or --layers N"
         )
     from hetero_framework.models.cut.introspect import introspect
+
+    folder = output.absolute().parent
+    return introspect(_model_config(answers.model, answers.objective, folder)).num_layers
+
+
+def _model_config(name: str, objective: str | None, folder: Path) -> Any:
     from hetero_framework.models.files.source import ModelSource
 
-    model = ModelConfig(name_or_path=answers.model).for_objective(answers.objective or "sft")
-    return introspect(ModelSource(model, output.absolute().parent).config).num_layers
+    model = ModelConfig(name_or_path=name).for_objective(objective or "sft")
+    return ModelSource(model, folder).config
 
 
 def beside(path: str | None, output: Path) -> str | None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice, pairwise
@@ -29,12 +26,12 @@ from hetero_framework.data.splits import SplitReader
 from hetero_framework.data.token_cache import find_entry
 from hetero_framework.data.tokenizer import TokenizersErrors, choose_pad_token
 from hetero_framework.errors import DataError
+from hetero_framework.log import at_work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHUNK = 1000  # records tokenised in one call
-_QUIET_S = 0.5  # work that is done by then needs no display
 _ENDS = ("bos", "eos", "cls", "sep")
 _NEAR = 4  # most tokens from a token to the next, with white space between them
 _TWICE = (
@@ -307,25 +304,6 @@ def kept_part(data: DataConfig) -> slice:
     return slice(most)
 
 
-@contextmanager
-def display(what: str) -> Iterator[Callable[[str], None]]:
-    """Show one line until the block ends. The given function updates it: "12,000 examples"."""
-    from rich.console import Console
-
-    began = time.monotonic()
-    status = Console(stderr=True).status(what)
-
-    def show(done: str) -> None:
-        status.update(f"{what}: {done}")
-        if sys.stderr.isatty() and time.monotonic() - began >= _QUIET_S:
-            status.start()
-
-    try:
-        yield show
-    finally:
-        status.stop()
-
-
 @dataclass
 class Reader:
     """Reads one set of examples after another with the same options."""
@@ -495,7 +473,7 @@ class Reader:
         """Tokenise; counts the examples read, kept, cut, and left out ("long", "dropped")."""
         builder = ExamplesBuilder()
         packs = self.data.packs(name)
-        with TokenizersErrors(), display(f"tokenising data.{name}") as show:
+        with TokenizersErrors(), at_work(f"tokenising data.{name}") as show:
             while batch := list(islice(records, _CHUNK)):
                 for _, rows, targets in self.kept(batch, formatter, counts, packs):
                     if targets:

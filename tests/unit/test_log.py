@@ -226,3 +226,21 @@ def test_a_handler_of_the_application_gets_the_lines_of_a_run():
     finally:
         package.removeHandler(own)
     assert heard == ["inside"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_work_is_shown_on_a_terminal_only_and_gone_at_the_end(stream, monkeypatch):
+    monkeypatch.setattr("sys.stderr", stream)
+    with log.at_work("tokenising") as show:
+        show("1,000 examples")
+        with log.at_work("loading"):
+            log.to_stderr("INFO", "a line")
+    said = stream.getvalue()
+    assert ("tokenising: 1,000 examples" in said) == ("loading ..." in said) == stream.isatty()
+    assert "\ra line\n" in said or said == "a line\n"
+    assert said.rpartition("\r")[2] in ("", "a line\n")

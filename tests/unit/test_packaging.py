@@ -26,6 +26,7 @@ def wheel(tmp_path_factory):
         source / "hetero_framework",
         ignore=shutil.ignore_patterns("__pycache__"),
     )
+    shutil.copytree(ROOT / "examples" / "recipes", source / "examples" / "recipes")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
     offline = ["--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, *offline, "--wheel-dir", source, source], check=True, timeout=120)
@@ -42,7 +43,9 @@ def test_wheel_holds_every_file_of_the_package(wheel):
     assert files <= set(wheel.namelist())
     assert "hetero_framework/py.typed" in files
     others = {name.partition("/")[0] for name in wheel.namelist()} - {"hetero_framework"}
-    assert [name for name in others if not name.endswith(".dist-info")] == []  # no tests
+    assert [name for name in others if not name.endswith((".dist-info", ".data"))] == []  # no tests
+    recipes = {name.rpartition("/recipes/")[2] for name in wheel.namelist() if ".data/" in name}
+    assert recipes == {file.name for file in (ROOT / "examples" / "recipes").iterdir()}
 
 
 def test_the_wheel_has_its_metadata(wheel):

@@ -38,6 +38,7 @@ from hetero_framework.extras.planner.known_devices import (
 from hetero_framework.extras.planner.measuring import ModelCost, PartCost, profile_of
 from hetero_framework.extras.planner.plan_report import Wishes
 from hetero_framework.extras.planner.work import ModelWork, PartWork, model_work
+from hetero_framework.log import at_work
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.files.quantization import check_devices, stored_quantization
 from hetero_framework.models.files.source import ModelSource
@@ -52,6 +53,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]?)(bit/s|bps|b/s)", re.IGNORECASE)
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
+@at_work("estimating memory and time")
 def estimate_fleet(
     config: Config, devices: Sequence[str], bandwidths: Sequence[str], excluded: Sequence[str] = ()
 ) -> tuple[FleetProfile, dict[str, Any]]:

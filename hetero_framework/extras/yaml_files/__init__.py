@@ -1,1 +1,1 @@
-"""Configurations in YAML, also those of other programs."""
+"""Configurations in YAML, also those of other programs, and recipes of them."""

@@ -202,7 +202,7 @@ def replies(*lines: str) -> Callable[[str], str]:
     return ask
 
 
-ALL = Answers(model="m", layers=4, workers=["localhost"], adapter="lora", data="d", objective="sft")
+ALL = Answers("m", ["localhost"], None, None, 4, "lora", "d", val_set_size=0, objective="sft")
 """An answer to each question of the wizard."""
 
 
@@ -211,20 +211,25 @@ def test_wizard_asks_again_after_a_wrong_answer(tmp_path):
     output = tmp_path / "c.json"
     said: list[str] = []
     ask = replies(
-        "", "train.jsonl", "some/data", "ppo", "sequential", "reward", "./absent-model",
-        "absent/model", "gpu", "cpu", "box:port", "10.0.0.2 10.0.0.3:9000:mps", "lara", "none",
+        "", "train.jsonl", "some/data", "half", "1.5", "0.1", "ppo", "sequential", "reward",
+        "./absent-model", "absent/model", "absent/typo", "", "gpu", "cpu", "box:port",
+        "10.0.0.2 10.0.0.3:9000:mps", "lara", "none",
     )  # fmt: skip
     run_wizard(Answers(), output, ask=ask, say=said.append)
     config = load_config(output)
     assert [w.ip for w in config.workers] == ["10.0.0.2", "10.0.0.3"]
     assert config.adapter is None
     assert config.coordinator.device == "cpu"
-    assert config.model.name_or_path == "absent/model"
+    assert config.model.name_or_path == "absent/typo"
+    assert (config.data.val_set_size, config.training.evaluation) == (0.1, "steps")
     assert not config.is_planned
     text = "\n".join(said)
     for complaint in (
         "an answer is needed",
         "there is no directory ./absent-model",
+        "An empty line keeps absent/model",
+        '"half" is neither a share, such as 0.05, nor a number of samples',
+        '"1.5" is neither a share',
         '"box:port" is not HOST, HOST:PORT',
         "The plan is left to the run, since the model cannot be read here: ",
         '"gpu" is not a device',

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import re
 from pathlib import Path
@@ -13,11 +12,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer
 
 from hetero_framework.config import DataConfig
-from hetero_framework.data import train_data
 from hetero_framework.data.batches import num_items, pack
 from hetero_framework.data.examples import ExamplesBuilder
 from hetero_framework.data.tokenizer import choose_pad_token, load_tokenizer, read_tokenizer
-from hetero_framework.data.train_data import display, load_data
+from hetero_framework.data.train_data import load_data
 from hetero_framework.errors import DataError
 from tests.installed import needs
 from tests.unit.data_helpers import (
@@ -450,27 +448,3 @@ def test_the_chat_template_of_an_older_processor_is_the_tokenizers(tmp_path):
     (tmp_path / "chat_template.json").write_text("[]")
     with pytest.raises(DataError, match=r"chat_template\.json"):
         read_tokenizer(str(tmp_path), None)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(("stream", "shown"), [(Terminal(), True), (io.StringIO(), False)])
-def test_display_is_on_a_terminal_only_and_gone_at_the_end(stream, shown, monkeypatch):
-    monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr(train_data, "_QUIET_S", 0.0)
-    monkeypatch.setenv("TERM", "xterm")
-    with display("tokenising data.train") as show:
-        show("1,000 examples")
-        show("2,000 examples")
-    assert ("tokenising data.train: " in stream.getvalue()) == shown
-
-
-def test_quick_work_has_no_display(monkeypatch):
-    stream = Terminal()
-    monkeypatch.setattr("sys.stderr", stream)
-    with display("tokenising data.train") as show:
-        show("1 example")
-    assert stream.getvalue() == ""

@@ -92,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(summary(label, output)))
     print("\n".join(curve(folder / "lora")))
     print(f"files: {folder / 'full' / 'model'}\n       {folder / 'lora' / 'adapter'}")
+    print("\nnow with a model and data of yours: hetero train --model NAME --data FILE")
     return 0 if same else 1
 
 

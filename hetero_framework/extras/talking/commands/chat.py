@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +24,8 @@ from hetero_framework.commands.options import (
     option,
     value,
 )
-from hetero_framework.errors import DataError
+from hetero_framework.core.files import refuse_output, write_file
+from hetero_framework.errors import DataError, UserError
 
 EXAMPLES = """
     hetero chat
@@ -69,7 +71,10 @@ DECODING = (
     IMPORT,
 )
 OPTIONS = (*DECODING, value("--system", "TEXT", "a system prompt"))
-_HELP = "/reset begins anew, /exit ends; Ctrl-C ends an answer"
+_HELP = (
+    "/save FILE writes the conversation as a line of training data, /reset begins anew, /help says"
+    " this, /exit ends; Ctrl-C ends an answer"
+)
 
 
 def talk_of(arguments: argparse.Namespace) -> tuple[Any, AbstractContextManager[Any]]:
@@ -130,19 +135,35 @@ def run(arguments: argparse.Namespace) -> None:
                 line = input("> " if is_asked else "").strip()
             except EOFError:
                 return
-            if line == "/exit":
+            word, _, rest = line.partition(" ")
+            if word == "/exit":
                 return
-            if line == "/reset":
+            if word == "/reset":
                 messages = list(system)
-                continue
-            if not line:
-                continue
-            said = [*messages, {"role": "user", "content": line}]
-            answer = _answer(
-                talk, cluster, said, chosen(talk, arguments, seed=arguments.seed + number)
-            )
-            if answer is not None and talk.is_chat:
-                messages = [*said, {"role": "assistant", "content": answer}]
+            elif word == "/save":
+                _save(messages, rest.strip())
+            elif word == "/help":
+                print(_HELP)
+            elif word.startswith("/") and "/" not in word[1:]:  # no path
+                print(f"there is no {word}; /help says what there is")
+            elif line:
+                said = [*messages, {"role": "user", "content": line}]
+                choice = chosen(talk, arguments, seed=arguments.seed + number)
+                answer = _answer(talk, cluster, said, choice)
+                if answer is not None:
+                    messages = [*said, {"role": "assistant", "content": answer}]
+
+
+def _save(messages: list[dict[str, str]], file: str) -> None:
+    """Write the conversation to a file that is not there yet."""
+    try:
+        if not file or len(messages) < 2:
+            raise UserError("/save FILE writes a conversation that has begun")
+        refuse_output(path := Path(file).expanduser(), overwrite=False)
+        write_file(path, json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n")
+        print(f"wrote {path}")
+    except (UserError, OSError) as error:
+        print(getattr(error, "message", error))
 
 
 def _answer(talk: Any, cluster: Any, said: list[dict[str, str]], choice: Any) -> str | None:
