@@ -45,8 +45,11 @@ class FirstRun:
     def written(self, *, fresh: bool = False) -> Path:
         """Write the configuration, and return its path. One that is there is used if it is the
         same, and is replaced with `fresh`. Raises UserError where it is another one."""
+        from hetero_framework.models.files.source import ModelSource  # imports torch
+
         file, raw = self.file, self._raw()
-        load_config(raw, (), file.parent)  # names all problems before anything is written
+        # Names all problems before anything is written.
+        _ = ModelSource.of(load_config(raw, (), file.parent)).config
         if file.exists() and not fresh:
             if _without_port(read_object(file)) != _without_port(raw):
                 raise UserError(

@@ -85,6 +85,7 @@ def test_the_same_options_use_the_file_again_and_others_are_refused(answers, car
     ("words", "said"),
     [
         (["--model", "./nothing", "--data", "train.jsonl"], "there is no directory ./nothing"),
+        (["--model", "org/typo", "--data", "train.jsonl", "--output-dir", "runs"], "org/typo"),
         (["--model", "llama", "--data", "./nothing.jsonl"], "there is no file ./nothing.jsonl"),
         (["--model", "llama", "--data", "train.jsonl", "--objective", "dop"], 'did you mean "dpo"'),
         (["--model", "llama", "--data", "train.jsonl", "--objective", "dpo"], "is not for data"),
