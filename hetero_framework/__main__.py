@@ -12,8 +12,9 @@ def main() -> int:
     # All output is written by then. Freeing the objects of torch and transformers takes seconds.
     atexit.register(gc.freeze)
     with hearing(sys.argv[1:], ends=True):
-        from hetero_framework import cli
+        from hetero_framework import cli, log
 
+        sys.meta_path.insert(0, log.SlowImports())
         return cli.main()
     return STOPPED
 

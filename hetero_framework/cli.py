@@ -8,13 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import gc
 import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +20,7 @@ from hetero_framework import errors, registry, versions
 from hetero_framework._version import __version__
 from hetero_framework.commands.options import check_outputs, flag, import_files, keep_life_line
 from hetero_framework.errors import GroupFinished, HeteroError, StoppedEarly
-from hetero_framework.log import Lines, at_work, log_to, one_line, to_stderr
+from hetero_framework.log import Lines, log_to, one_line, to_stderr
 from hetero_framework.trainer.signals import STOPPED, StopRequest, hearing
 
 _PATHS = (
@@ -112,47 +110,13 @@ def _parsed(
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.command not in _ANY_VERSION:
         versions.check()
-    with log_to("INFO", Lines(to_stderr)), _showing_imports():
+    with log_to("INFO", Lines(to_stderr)):
         keep_life_line(arguments)
         check_outputs(arguments)
         import_files(arguments)
         code = registry.command(arguments.command).run(arguments)
     sys.stdout.flush()
     return int(code or 0)
-
-
-class _Announcer:
-    """Finds the libraries whose import takes seconds, and shows a line while they are imported."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in ("torch", "transformers", "transformers.modeling_utils", "peft"):
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def announced(module: ModuleType) -> None:
-                collects = gc.isenabled()
-                gc.disable()  # finding that an import leaves no garbage takes a tenth of its time
-                try:
-                    with at_work("loading torch and transformers"):
-                        execute(module)
-                finally:
-                    if collects:
-                        gc.enable()
-
-            vars(spec.loader)["exec_module"] = announced
-        return spec
-
-
-@contextlib.contextmanager
-def _showing_imports() -> Iterator[None]:
-    announcer: Any = _Announcer()
-    sys.meta_path.insert(0, announcer)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(announcer)
 
 
 _KINDS: dict[type[HeteroError], str] = {StoppedEarly: "stopped", GroupFinished: "done"}

@@ -9,6 +9,7 @@ Nothing here ends a process: a line that cannot be written is dropped. For a fil
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import math
@@ -19,6 +20,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +155,27 @@ def _show(text: str) -> None:
         if sys.stderr.isatty():
             print("\r" + " " * len(_shown), text, sep="\r", end="", file=sys.stderr, flush=True)
             _shown = text
+
+
+class SlowImports:
+    """Finds the libraries whose import takes seconds, and shows a line while they are imported."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name not in ("torch", "transformers", "transformers.modeling_utils", "peft"):
+            return None
+        if (spec := PathFinder.find_spec(name, path, target)) is not None:
+            execute = spec.loader.exec_module  # type: ignore[union-attr]
+            vars(spec.loader)["exec_module"] = partial(_shown_import, execute)
+        return spec
+
+
+def _shown_import(execute: Callable[[Any], None], module: Any) -> None:
+    gc.disable()  # an import leaves no garbage, and looking for some takes a tenth of its time
+    try:
+        with at_work("loading torch and transformers"):
+            execute(module)
+    finally:
+        gc.enable()
 
 
 def to_stderr(level: str, text: str) -> None:

@@ -66,12 +66,7 @@ OPTIONS = (
     flag("--measure", "let the run measure the machines and plan for them; no even split"),
     option("--adapter", choices=("lora", "qlora", "none"), help="what to train (default: lora)"),
     value("--data", "FILE", "training data: file or dataset name"),
-    value(
-        "--val-set-size",
-        "N",
-        "hold out samples of the data for evaluation: a share, or a number (default: none)",
-        type=float,
-    ),
+    value("--val-set-size", "N", "samples to hold out for evaluation, or their share", type=float),
     value(
         "--objective",
         "NAME",
@@ -83,13 +78,7 @@ OPTIONS = (
         "HOST:PORT",
         "address where islands find each other (default: 127.0.0.1:29510)",
     ),
-    option(
-        "--recipe",
-        nargs="?",
-        const="",
-        metavar="NAME",
-        help="copy a whole configuration with comments; without NAME, list them",
-    ),
+    value("--recipe", "NAME", "copy a commented configuration, or list all", nargs="?", const=""),
     *writes(f"default: {DEFAULT_CONFIG}, or hetero_config.yaml", default=DEFAULT_CONFIG),
 )
 ADAPTERS = ("lora", "qlora", "none")
@@ -100,9 +89,7 @@ Say = Callable[[str], None]
 
 def run(arguments: argparse.Namespace) -> None:
     if arguments.recipe is not None:
-        written = registry.needed("recipes", "write", "--recipe")(arguments)
-        if written is not None:
-            print(f"wrote {written}; next: hetero check --config {written}")
+        registry.needed("recipes", "write", "--recipe")(arguments)
         return
     given = {**vars(arguments), "measure": arguments.measure or None}  # None, (): not given
     given["workers"] = tuple(arguments.workers)

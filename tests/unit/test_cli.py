@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
-import io
 import json
 import os
 import re
@@ -493,18 +491,3 @@ def test_doctor_asks_the_extras(tmp_path, monkeypatch):
         tmp_path,
     )
     assert {"check": "mine", "what": "a", "fix": "b"} in diagnosis.diagnose(config)["findings"]
-
-
-def test_a_large_import_is_shown_on_a_terminal_until_it_is_done(tmp_path, monkeypatch):
-    (tmp_path / "peft.py").write_text("import sys\nsaid = sys.stderr.getvalue()\n")
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.delitem(sys.modules, "peft", raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    with cli._showing_imports():
-        module = importlib.import_module("peft")
-    monkeypatch.delitem(sys.modules, "peft")
-    assert module.said.endswith("\rloading torch and transformers ...")
-    assert terminal.getvalue().endswith("\r")
-    assert not any(isinstance(finder, cli._Announcer) for finder in sys.meta_path)

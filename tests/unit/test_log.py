@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import io
 import json
 import logging
@@ -244,3 +246,17 @@ def test_work_is_shown_on_a_terminal_only_and_gone_at_the_end(stream, monkeypatc
     assert ("tokenising: 1,000 examples" in said) == ("loading ..." in said) == stream.isatty()
     assert "\ra line\n" in said or said == "a line\n"
     assert said.rpartition("\r")[2] in ("", "a line\n")
+
+
+def test_a_large_import_is_shown_on_a_terminal_until_it_is_done(tmp_path, monkeypatch):
+    (tmp_path / "peft.py").write_text(
+        "import gc, sys\nseen = sys.stderr.getvalue(), gc.isenabled()"
+    )
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    assert log.SlowImports().find_spec("json", None) is None
+    spec = log.SlowImports().find_spec("peft", [str(tmp_path)])
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    assert module.seen[0].endswith("\rloading torch and transformers ...")
+    assert module.seen[1] is False
+    assert terminal.getvalue().endswith("\r")
+    assert gc.isenabled()

@@ -19,41 +19,39 @@ _CHECKOUT = Path(__file__).parents[3] / "examples" / "recipes"
 _KEYS = {"model": "name_or_path", "data": "train"}
 
 
-def write_recipe(arguments: Namespace) -> Path | None:
-    """Write the recipe that the options of `hetero init` name, with their model and data, and
-    return the file. Without a name, print the recipes. Raises UserError."""
+def write_recipe(arguments: Namespace) -> None:
+    """Write the recipe that the options of `hetero init` name, with their model and data. Without
+    a name, print the recipes. Raises UserError."""
     if not arguments.recipe:
-        print(_listed())
-        return None
+        return print(_listed())
     others = [f.name for f in fields(Answers) if f.name not in _KEYS]
     if given := [name for name in others if getattr(arguments, name, None)]:
         names = ", ".join(f"--{name.replace('_', '-').removesuffix('s')}" for name in given)
         raise UserError(f"{names}: a recipe takes --model, --data and --output alone")
-    named = arguments.output != DEFAULT_CONFIG
-    output = Path(arguments.output if named else "hetero_config.yaml")
+    output = Path(arguments.output)
+    output = Path("hetero_config.yaml") if output == Path(DEFAULT_CONFIG) else output
     if output.suffix not in (".yaml", ".yml"):
         raise UserError(f"{output}: a recipe is YAML, with comments; name the file ....yaml")
     refuse_output(output, overwrite=arguments.overwrite)
-    model, data = arguments.model and checked_model(arguments.model), arguments.data
-    values = {"model": model, "data": data and checked_data(data)}
-    text = recipe(arguments.recipe, {_KEYS[k]: beside(v, output) for k, v in values.items()})
-    write_file(output, text.encode())
-    return output
+    values = {}
+    for name, check in (("model", checked_model), ("data", checked_data)):
+        if (text := getattr(arguments, name)) is not None:
+            values[_KEYS[name]] = str(beside(check(text), output))
+    write_file(output, recipe(arguments.recipe, values).encode())
+    return print(f"wrote {output}; next: hetero check --config {output}")
 
 
-def recipe(name: str, values: Mapping[str, str | None]) -> str:
-    """The text of a recipe. Each given value replaces the value of its key wherever that stands,
+def recipe(name: str, values: Mapping[str, str]) -> str:
+    """The text of a recipe. Each of `values` replaces the value of its key wherever that stands,
     in comments, too. Raises UserError for an unknown recipe, or one with several such values."""
     if name not in (known := recipes()):
         raise UserError(f"there is no recipe {name!r}; there are:\n{_listed()}")
     text = known[name].read_text(encoding="utf-8")
     for key, value in values.items():
-        if value is not None:
-            found = re.search(rf"^ +{key}: (\S+)", text, re.MULTILINE)
-            if found is None:
-                raise UserError(f"the recipe {name} has several values of {key}; edit its file")
-            plain = re.fullmatch(r"[\w./~+-]+", value)
-            text = text.replace(found[1], value if plain else json.dumps(value))
+        if (found := re.search(rf"^ +{key}: (\S+)", text, re.MULTILINE)) is None:
+            raise UserError(f"the recipe {name} has several values of {key}; edit its file")
+        is_plain = re.fullmatch(r"[\w./~+-]+", value)
+        text = text.replace(found[1], value if is_plain else json.dumps(value))
     return text
 
 

@@ -70,7 +70,9 @@ def test_the_end_shows_how_the_held_out_loss_fell(tmp_path):
 def test_the_adapter_learns_and_survives_a_kill(tmp_path, capfd):
     """The whole demonstration, with the steps of its default."""
     assert main(["demo", "--output", str(tmp_path / "demo")]) == 0
-    assert "the adapters of 3 and 4 are the same, byte for byte" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "the adapters of 3 and 4 are the same, byte for byte" in said
+    assert "hetero train --model NAME --data FILE" in said.splitlines()[-1]
     losses = demo.read_curves(tmp_path / "demo" / "lora")["eval_loss"][1]
     assert len(losses) == 5
     assert losses[-1] < 0.9 * losses[0]

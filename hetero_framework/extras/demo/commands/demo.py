@@ -88,8 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"the adapters of 3 and 4 are {'the same, byte for byte' if same else 'NOT THE SAME'}")
 
     say(f"done in {time.monotonic() - started:.0f} s")
-    for label, output in (("full training", folder / "full"), ("LoRA", folder / "lora")):
-        print("\n".join(summary(label, output)))
     print("\n".join(curve(folder / "lora")))
     print(f"files: {folder / 'full' / 'model'}\n       {folder / 'lora' / 'adapter'}")
     print("\nnow with a model and data of yours: hetero train --model NAME --data FILE")
@@ -149,25 +147,6 @@ def digest(output: Path) -> str:
     """sha256, in hex, of the weights of a run's adapter."""
     weights = output / "adapter" / "adapter_model.safetensors"
     return hashlib.sha256(weights.read_bytes()).hexdigest()
-
-
-def summary(label: str, output: Path) -> list[str]:
-    """What a run's metrics say, in a few lines."""
-    text = (output / "metrics.jsonl").read_text(encoding="utf-8")
-    steps = [line for line in map(json.loads, text.splitlines()) if "loss" in line]
-    seconds = sum(step["step_seconds"] for step in steps)
-    tokens = sum(step["tokens"] for step in steps)
-    ways = ("bytes_in", "bytes_out", "direct_bytes_out")
-    wire = sum(s[way] for step in steps for s in step["stages"] for way in ways) / len(steps)
-    busy = [
-        sum(step["stages"][k]["busy_s"] for step in steps) / seconds
-        for k in range(len(steps[0]["stages"]))
-    ]
-    return [
-        f"{label}: loss {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f} in {len(steps)} steps, "
-        f"{tokens / seconds:,.0f} tokens/s, {wire / 2**20:.1f} MiB on the wire per step",
-        "  stages busy: " + ", ".join(f"{share:.0%}" for share in busy) + f"; {output}",
-    ]
 
 
 def curve(output: Path) -> list[str]:
