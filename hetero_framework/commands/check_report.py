@@ -23,6 +23,7 @@ from hetero_framework.core.fields import WorkerId
 from hetero_framework.data.train_data import TrainData
 from hetero_framework.engine.schedule.tuner import assumed_profile
 from hetero_framework.engine.schedule.tuning import tune
+from hetero_framework.log import at_work
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.attention import check_attention
@@ -69,6 +70,7 @@ class _Look:
     notes: list[str] = field(default_factory=list)
 
 
+@at_work("checking the configuration, the model and the data")
 def check(config: Config, *, show: int = 0) -> dict[str, Any]:
     """The whole report as JSON types; sizes are in bytes. Raises PlanError when the plan does not
     fit the model, and whatever `hetero train` raises before it starts a process.

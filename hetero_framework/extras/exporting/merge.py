@@ -16,6 +16,7 @@ from hetero_framework.config import ModelConfig
 from hetero_framework.core.devices import open_device
 from hetero_framework.data.tokenizer import read_tokenizer
 from hetero_framework.errors import ConfigError, DataError, ModelError
+from hetero_framework.log import at_work
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.lora import plan_saved_adapter
 from hetero_framework.models.adapters.trainable import attach_adapter
@@ -44,6 +45,7 @@ _LISTS = {"## Made from": ("the base model", "an adapter, folded into its weight
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+@at_work("merging")
 def merge_adapter(
     adapter_dir: Path,
     model: str,

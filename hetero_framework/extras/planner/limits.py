@@ -131,6 +131,9 @@ def nothing_fits(rules: Rules, margins: Mapping[int | str, float]) -> PlanError:
             + (f", beside the embedding of {size(embedding)}" if embedding else "")
             + f", {last if last >= 0 else 'none'} with the head"
         )
+    wholes = [(Part(0, 0, fleet.layers, again),) for again in {False, rules.checkpointing}]
+    need = min(fleet.kept_bytes(whole, 0) + fleet.activation_bytes(whole[0]) for whole in wholes)
+    lines.append(f"the coordinator alone would need {size(need)}")
     what = f"all processes together have room for {total} of {fleet.layers} layers"
     hosts = {fleet.machines[d]: fleet.costs[d].host_bytes for d in rules.devices}
     if (short := fleet.costs[0].host_states_bytes - sum(hosts.values())) > 0:
