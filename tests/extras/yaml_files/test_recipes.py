@@ -55,11 +55,11 @@ def test_recipes_are_listed(words, here, capsys):
         (["dpo", "--data", "absent.jsonl"], "there is no file absent.jsonl"),
         (["dpo", "--output", "c.json"], "c.json: a recipe is YAML"),
         (["mixture", "--data", "org/rows"], "mixture has several values of train"),
-        (["dpo"], "hetero_config.yaml exists already"),
+        (["dpo", "--output", "taken.yaml"], "taken.yaml exists already"),
     ],
 )
 def test_what_a_recipe_cannot_take_is_refused(words, said, here, capsys):
-    (here / "hetero_config.yaml").write_text("precious")
+    (here / "taken.yaml").write_text("precious")
     assert main(["init", "--recipe", *words]) == 2
     assert said in capsys.readouterr().err
     assert [file.read_text() for file in here.iterdir()] == ["precious"]
