@@ -3,7 +3,7 @@
     python examples/from_python.py hetero_config.json
 
 The configuration says which machines there are, which model they train and with which settings;
-start `hetero worker` on the other machines. examples/from_python.ipynb is the same as a notebook.
+start `hetero worker` on the other machines. examples/notebook.ipynb needs no configuration.
 """
 
 import sys

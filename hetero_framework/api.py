@@ -52,7 +52,15 @@ def train(
     if config is None:
         if model is None:
             raise UserError("train() needs a configuration, or model=... and data")
-        config = _configured(fspath(model), adapter, data, training, more.get("train_dataset"))
+        if not isinstance(model, str | PathLike):
+            raise UserError(
+                f"model is a {type(model).__name__}, but each process loads its own layers",
+                hint="give the name or folder that it was loaded from, or save it first:"
+                " model.save_pretrained(FOLDER), with its tokenizer beside it",
+            )
+        if data is not None and not isinstance(data, Mapping):
+            raise UserError(f"data: {data!r} is no dictionary", hint='give {"train": ...}')
+        config = _configured(fspath(model), adapter, data, training, more)
     elif also := [name for name, value in {"model": model, **given}.items() if value is not None]:
         raise UserError(f"{' and '.join(also)}: the configuration says it; give one of them")
     from hetero_framework.trainer.coordinator import train as run  # imports torch
@@ -60,9 +68,18 @@ def train(
     return run(config, **more)
 
 
-def _configured(model: str, adapter: Any, data: Any, training: Any, rows: Any) -> Config:
+def _configured(model: str, adapter: Any, data: Any, training: Any, given: Any) -> Config:
     """The configuration of a run here. Raises ConfigError."""
     raw: dict[str, Any] = {"model": {"name_or_path": model}, "data": dict(data or {})}
+    sets = {"train": given.get("train_dataset"), "eval": given.get("eval_dataset")}
+    known = {"model.name_or_path": model, "data.train": "given"}
+    if sets["eval"] is not None or {"eval", "val_set_size"} & raw["data"].keys():
+        known["data.eval"] = "given"
+    twice = {name for name, rows in sets.items() if rows is not None} & raw["data"].keys()
+    if twice or (sets["eval"] is not None and raw["data"].get("val_set_size")):
+        name = min(twice, default="val_set_size")
+        other = "train_dataset" if name == "train" else "eval_dataset"
+        raise ConfigError(f"data.{name} and {other} both name data", hint="give one of them")
     raw |= {"adapter": None, "training": {}}
     if isinstance(adapter, str):
         if adapter not in _PRESETS:
@@ -73,17 +90,19 @@ def _configured(model: str, adapter: Any, data: Any, training: Any, rows: Any) -
     theirs = [None if isinstance(part, Mapping) else part for part in (adapter, training)]
     if objects := [part for part in theirs if part is not None]:
         convert = registry.needed("conversions", "objects", type(objects[0]).__name__)
-        found = convert(*theirs, {"model.name_or_path": model, "data.train": "given"})
-        del found["data"]["train"]
+        found = convert(*theirs, known)
+        for name in sets:
+            found["data"].pop(name, None)
         taken = found if theirs[1] is not None else {"adapter": found["adapter"]}
         raw |= {
-            name: {**part, **(raw[name] or {})} if part else None for name, part in taken.items()
+            name: None if part is None else {**part, **(raw[name] or {})}
+            for name, part in taken.items()
         }
     if isinstance(adapter, Mapping):
         raw["adapter"] = dict(adapter)
     if isinstance(training, Mapping):
         raw["training"] |= training
-    objective = raw["training"].get("objective") or _told(rows)
+    objective = raw["training"].get("objective") or _told(sets["train"])
     if objective is not None and theirs[1] is None:
         # What this kind of data needs, as `hetero init` writes it.
         needed = registry.facts("data", needs_of(objective).data).get("training", {})

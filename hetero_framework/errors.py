@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -29,6 +30,11 @@ class HeteroError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n  {self.hint}" if self.hint else self.message
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the sentence; with an error behind it, the traceback as well."""
+        plain = [f"{type(self).__name__}: {self}"]
+        return traceback.format_exception(self) if self.__cause__ else plain
 
 
 class UserError(HeteroError):

@@ -63,7 +63,7 @@ from hetero_framework.trainer.observers import (
 )
 from hetero_framework.trainer.outputs import RunDirectories
 from hetero_framework.trainer.plans import PlanChange, Plans, planned
-from hetero_framework.trainer.progress import Progress
+from hetero_framework.trainer.progress import Progress, display
 from hetero_framework.trainer.python_data import (
     COMPUTE,
     PREPROCESS,
@@ -149,7 +149,7 @@ def train(
     return _Call(
         config=config,
         given=given,
-        show=progress or Progress(),
+        show=progress or display(),
         resume=resume,
         fresh=fresh,
         replan=replan,
@@ -216,8 +216,8 @@ class _Call:
             except KeyboardInterrupt:
                 raise errors.StoppedEarly(
                     f"stopped at once by {self._stop.requested or 'Ctrl-C'}",
-                    hint="the same command goes on after the newest state that was saved, if there"
-                    " is any; --fresh begins anew",
+                    hint="the same command or call goes on after the newest state that was saved,"
+                    " if there is any; --fresh, or fresh=True, begins anew",
                 ) from None
             finally:
                 self.show.close()

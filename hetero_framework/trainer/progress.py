@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hetero_framework import registry
 from hetero_framework.config import EVALUATED, layers_text, process_name
 from hetero_framework.log import printable
 from hetero_framework.units import clock, share, size
@@ -64,7 +65,11 @@ class Progress:
         # Without UTF a terminal cannot show bars and ellipses, so it gets plain lines.
         self._is_live = wants_live and self._encoding.lower().startswith("utf")
         self._console = _Console(
-            file=self._stream, force_terminal=self._is_live, highlight=False, emoji=False
+            file=self._stream,
+            force_terminal=self._is_live,
+            force_jupyter=False,
+            highlight=False,
+            emoji=False,
         )
         self._lock = threading.RLock()
         self._live: Live | None = None
@@ -134,7 +139,11 @@ class Progress:
                     self._redrawn_at = time.monotonic()
                     self._guard(self._live.refresh)
             elif self._num_steps == 1 or is_logged or is_last:
-                self._print("  ".join((*self._facts(), *self._measured())))
+                self._logged()
+
+    def _logged(self) -> None:
+        """Show the last step."""
+        self._print("  ".join((*self._facts(), *self._measured())))
 
     def evaluation(self, metrics: Mapping[str, Any], name: str = "") -> None:
         """Report the evaluation (step, eval_loss, eval_perplexity) of the set of this name."""
@@ -147,10 +156,7 @@ class Progress:
                 line += f"  perplexity {_number(perplexity)}"
             if (accuracy := metrics.get("eval_mean_token_accuracy")) is not None:
                 line += f"  token accuracy {accuracy:.4f}"
-            for key, value in metrics.items():
-                given = key.removeprefix("eval_")
-                if given not in EVALUATED and key != given and type(value) in (int, float):
-                    line += f"  {given} {value:.4g}"
+            line += "".join(f"  {key} {value:.4g}" for key, value in computed(metrics))
             self._print(line)
 
     def message(self, text: str) -> None:
@@ -273,6 +279,23 @@ class Progress:
         except (OSError, ValueError):  # ValueError: I/O operation on closed file
             self._silent = True
             self._live = None
+
+
+def display() -> Progress:
+    """A display for the place where this process runs: a terminal, a file, or a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if hasattr(shell, "kernel") and "notebook" in registry.installed("displays"):
+        shown: Progress = registry.find("displays", "notebook")()
+        return shown
+    return Progress()
+
+
+def computed(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The names and values of an evaluation's metrics that not every evaluation has."""
+    for key, value in metrics.items():
+        name = key.removeprefix("eval_")
+        if name not in EVALUATED and key != name and type(value) in (int, float):
+            yield name, value
 
 
 class _Console(Console):

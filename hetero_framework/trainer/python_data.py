@@ -101,14 +101,15 @@ def _dataset(name: str, rows: Any) -> Any:
 
     if isinstance(rows, datasets.Dataset):
         return rows
-    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+    is_iterable = isinstance(rows, Iterable) and not isinstance(rows, Mapping)
+    records = list(rows) if is_iterable else []
+    if not is_iterable or not all(isinstance(record, Mapping) for record in records):
         raise DataError(
-            f"{name} is a {type(rows).__name__}, which holds no records",
-            hint="give a datasets.Dataset, or a list or another iterable of dictionaries",
+            f"{name}: this {type(rows).__name__} holds no records, which are dictionaries",
+            hint="give a datasets.Dataset, or a list or another iterable of dictionaries; of a"
+            " DatasetDict one split, of a DataFrame Dataset.from_pandas(...); a file's name goes"
+            f' into data={{"{name.partition("_")[0]}": ...}}',
         )
-    records = list(rows)
-    if not all(isinstance(record, Mapping) for record in records):
-        raise DataError(f"{name}: each of its records is a dictionary")
     return datasets.Dataset.from_list(records)
 
 

@@ -205,12 +205,12 @@ class RunCheckpoints:
         if self._durable is not None and not elsewhere:
             step = max(step, self._durable.written_step())
         if step == 0:
-            go_on = "run the same command again to start over: nothing has been saved yet"
+            go_on = "run the same command or call again to start over: nothing has been saved yet"
         elif elsewhere:
             go_on = f"continue after step {step} with --resume latest{elsewhere}"
         else:
             go_on = f"continue after step {step} with the same command or with --resume latest"
-            go_on += "; --fresh begins anew"
+            go_on += "; --fresh begins anew (in Python: the same call, or with fresh=True)"
         return ". Then ".join(filter(None, [error.hint if error else None, go_on]))
 
     def _save(self, store: CheckpointStore, state: TrainState) -> ResourceError | None:

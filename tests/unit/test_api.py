@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import pytest
-from peft import LoraConfig
-from transformers import TrainingArguments
+from peft import AdaLoraConfig, IA3Config, LoraConfig
+from transformers import LlamaConfig, TrainingArguments
 from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 
 from hetero_framework import train
 from hetero_framework.config import Config, load_config
 from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.trainer import coordinator
+from hetero_framework.trainer.python_data import with_objects
 from tests.installed import needs
 
 pytestmark = [
@@ -26,6 +28,23 @@ TEXTS = [{"text": "a text"}]
 PAIRS = [{"prompt": "a", "chosen": " b", "rejected": " c"}]
 RATED = [{"prompt": "a", "completion": " b", "label": True}]
 CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": "none"}
+
+
+# Lines of the log are another matter, the reference is always asked before the first step, and a
+# loss that is not named is the objective's own.
+MEANT = {"log_level", "precompute_ref_log_probs", "loss_type"}
+
+
+@dataclass
+class Newer(SFTConfig):
+    """Of a version that has a further field."""
+
+    new_field: int = 3
+
+
+def with_typo(config: Any) -> Any:
+    config.learning_rat = 3
+    return config
 
 
 @pytest.fixture
@@ -122,12 +141,42 @@ def test_the_configurations_of_trl_name_their_objective(cls, rows, objective, co
     assert config.coordinator.device == "cpu"
 
 
+@needs("convert", "preferences", "classification")
+@pytest.mark.parametrize("cls", [SFTConfig, TrainingArguments, DPOConfig, KTOConfig, RewardConfig])
+def test_what_nobody_changed_in_an_object_is_as_the_object_has_it(cls, configured):
+    """Neither the defaults of this project nor those of another class count."""
+    arguments = cls(**CPU)
+    config = configured(adapter=LoraConfig(), training=arguments, train_dataset=TEXTS).config
+    pairs = (config.adapter, LoraConfig()), (config.training, arguments)
+    found = {
+        name: (getattr(ours, name) or None, getattr(theirs, name) or None)
+        for ours, theirs in pairs
+        for name in type(ours).model_fields.keys() & vars(theirs).keys()
+    }
+    assert {name for name, (one, other) in found.items() if one != other} <= MEANT
+
+
+@needs("convert")
+def test_evaluations_need_data(configured, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    theirs = SFTConfig(eval_strategy="steps", eval_steps=3, **CPU)
+    config = configured(training=theirs, train_dataset=TEXTS, eval_dataset=TEXTS).config
+    assert (config.training.eval_strategy, config.training.eval_steps) == ("steps", 3)
+    config = configured(training=theirs, train_dataset=TEXTS).config
+    with pytest.raises(ConfigError, match="needs evaluation data"):
+        with_objects(config, {"train_dataset": TEXTS}).require("model", "data")
+
+
 @needs("convert")
 def test_training_arguments_are_taken(configured):
-    theirs = TrainingArguments(warmup_steps=3, optim="sgd", num_train_epochs=2, **CPU)
+    theirs = TrainingArguments(
+        warmup_steps=3, optim="sgd", num_train_epochs=2, dataloader_drop_last=True, **CPU
+    )
     config = configured(training=theirs, train_dataset=TEXTS).config
     assert (config.training.warmup_steps, config.training.optim) == (3, "sgd")
     assert config.training.num_train_epochs == 2
+    assert config.training.dataloader_drop_last
+    assert config.training.learning_rate == theirs.learning_rate
 
 
 @needs("preferences", "classification")
@@ -152,19 +201,39 @@ def test_rows_that_can_be_read_once_are_not_looked_at(configured):
     ("arguments", "said"),
     [
         (lambda: {"adapter": "lorra"}, "'lorra' is not"),
-        (lambda: {"adapter": 3}, "int is no configuration"),
-        (lambda: {"training": SFTConfig}, "type is no configuration"),
+        (lambda: {"adapter": 3}, "adapter: an object of the class int is not"),
+        (lambda: {"adapter": IA3Config()}, "IA3Config is not taken"),
+        (lambda: {"adapter": AdaLoraConfig(total_step=9)}, "AdaLoraConfig is not taken"),
+        (lambda: {"adapter": with_typo(LoraConfig())}, "learning_rat: 3"),
+        (lambda: {"training": SFTConfig}, "training: an object of the class type is not"),
+        (lambda: {"training": "fast"}, "training: an object of the class str is not"),
+        (lambda: {"training": with_typo(SFTConfig(**CPU))}, "learning_rat: 3"),
+        (lambda: {"training": Newer(new_field=4, **CPU)}, "new_field: 4"),
         (lambda: {"training": {"max_stepz": 3}}, 'did you mean "max_steps"'),
         (lambda: {"training": SFTConfig(fsdp="full_shard", **CPU)}, "fsdp"),
         (lambda: {"adapter": LoraConfig(megatron_config={"a": 1})}, "megatron_config"),
         (lambda: {"adapter": LoraConfig(init_lora_weights="eva")}, "eva"),
         (lambda: {"data": {"max_lenght": 3}}, 'did you mean "max_length"'),
+        (lambda: {"data": {"train": "rows.jsonl"}}, "data.train and train_dataset both"),
+        (lambda: {"data": {"val_set_size": 1}, "eval_dataset": TEXTS}, "val_set_size and eval_d"),
     ],
     ids=lambda value: "" if callable(value) else value,
 )
 def test_what_cannot_be_had_is_refused_by_its_name(arguments, said, configured):
     with pytest.raises(ConfigError, match=said):
         configured(train_dataset=TEXTS, **arguments())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"model": LlamaConfig()}, "model is a LlamaConfig, but each"),
+        ({"data": "rows.jsonl"}, "'rows.jsonl' is no dictionary"),
+    ],
+)
+def test_an_object_in_the_place_of_a_name_is_refused(arguments, said, configured):
+    with pytest.raises(UserError, match=said):
+        configured(**arguments)
 
 
 def test_a_configuration_and_parts_of_one_exclude_each_other():

@@ -7,8 +7,17 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from peft import LoraConfig
+from transformers import TrainingArguments
+
 from hetero_framework.errors import ConfigError
-from hetero_framework.extras.convert.convert import BY_HAND, NEVER, UNKNOWN, Conversion
+from hetero_framework.extras.convert.convert import (
+    BY_HAND,
+    NEVER,
+    UNKNOWN,
+    Conversion,
+    own_default,
+)
 
 _REFUSED = (NEVER, BY_HAND, UNKNOWN)
 # Fields of an adapter's configuration that say what it is, not how it trains.
@@ -20,16 +29,31 @@ def sections_of(adapter: Any, training: Any, known: Mapping[str, Any]) -> dict[s
     or the like ask for; either may be None. `known` are settings beside them, by path. Raises
     ConfigError that names each field that cannot be had."""
     given: dict[str, Any] = {"use_peft": adapter is not None}
+    changed: set[str] = set()
     if training is not None:
-        method = type(training).__name__.removesuffix("Config").lower()
+        if not isinstance(training, TrainingArguments):
+            raise _refusal("training", training, "TrainingArguments, SFTConfig, DPOConfig, ...")
+        libraries = ("trl.", "transformers.")  # not those of a class that the user has made of one
+        classes = (c for c in type(training).__mro__ if c.__module__.startswith(libraries))
+        method = next(classes).__name__.removesuffix("Config").lower()
         given |= {} if method.endswith("arguments") else {"trl": method}
-        given |= _changed(training)
-        given.pop("use_cpu", None)  # `train` opens no other device then
+        given |= _fields(training, changed)
+        given.pop("use_cpu")  # `train` opens no other device then
     if adapter is not None:
-        given |= {name: v for name, v in _changed(adapter).items() if name not in _OF_PEFT}
+        if not isinstance(adapter, LoraConfig) or adapter.peft_type != "LORA":
+            raise _refusal("adapter", adapter, "peft's LoraConfig")
+        fields = _fields(adapter, changed).items()
+        given |= {name: value for name, value in fields if name not in _OF_PEFT}
     conversion = Conversion("TRL", given, settings=dict(known))
-    wrong = [row for row in conversion.rows if row.status in _REFUSED and row.key in given]
-    if wrong:
+    asked = [row for row in conversion.rows if row.key in changed & given.keys()]
+    # A value that nobody chose is written only where the default here is another one.
+    chosen = {path for row in asked for path in row.to} | known.keys()
+    conversion.settings = {
+        path: value
+        for path, value in conversion.settings.items()
+        if path in chosen or value != own_default(path)
+    }
+    if wrong := [row for row in asked if row.status in _REFUSED]:
         raise ConfigError(
             "\n".join(f"{row.key}: {row.value!r}: {row.why}" for row in wrong),
             hint="leave these out of the config objects",
@@ -37,23 +61,28 @@ def sections_of(adapter: Any, training: Any, known: Mapping[str, Any]) -> dict[s
     return conversion.sections(str)
 
 
-def _changed(config: Any) -> dict[str, Any]:
-    """The fields whose values are not those of a new object of the class. Raises ConfigError."""
-    if not dataclasses.is_dataclass(config) or isinstance(config, type):
-        raise ConfigError(
-            f"{type(config).__name__} is no configuration of peft, transformers or TRL",
-            hint="give a LoraConfig, an SFTConfig, DPOConfig or the like, or a dictionary",
-        )
+def _refusal(name: str, given: Any, wanted: str) -> ConfigError:
+    return ConfigError(
+        f"{name}: an object of the class {type(given).__name__} is not taken",
+        hint=f"give {wanted}, or a dictionary of the section {name}",
+    )
+
+
+def _fields(config: Any, changed: set[str]) -> dict[str, Any]:
+    """All fields and public attributes. Adds to `changed` the names of those that a new object of
+    the class lacks, or has with another value."""
     fields = {field.name: field for field in dataclasses.fields(config) if field.init}
     # A new object checks these against this machine, as the given one did.
     kept = {name: getattr(config, name) for name in ("use_cpu", "bf16", "fp16") if name in fields}
     usual = type(config)(**kept)
-    found = {}
-    for name, field in fields.items():
-        value = getattr(config, name)
-        if value != (field.default if name in kept else getattr(usual, name)):
-            found[name] = _plain(value)
-    return found
+    known = vars(usual)
+    strange = {n: v for n, v in vars(config).items() if n not in known and n[0] != "_"}
+    found = {name: getattr(config, name) for name in fields} | strange
+    for name, value in found.items():
+        before = fields[name].default if name in kept else known.get(name)
+        if name in strange or value != before:
+            changed.add(name)
+    return {name: _plain(value) for name, value in found.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -254,8 +254,8 @@ class Conversion:
                     continue
                 if isinstance(value, str) and value.startswith("="):
                     name, _, factor = value[1:].partition("*")
-                    value = self.settings.get(name, _own_default(name)) * int(factor or 1)
-                if value != _own_default(path):
+                    value = self.settings.get(name, own_default(name)) * int(factor or 1)
+                if value != own_default(path):
                     self.settings[path] = self.defaults[path] = value
 
     def _has(self, need: str) -> bool:
@@ -393,7 +393,7 @@ def program_of(keys: Mapping[str, Any], name: str) -> str:
     return best
 
 
-def _own_default(path: str) -> Any:
+def own_default(path: str) -> Any:
     """The default of a setting here; None where it has none."""
     section, _, name = path.partition(".")
     info = _SECTIONS[section].model_fields[name] if name else None
