@@ -410,7 +410,7 @@ class _Questions:
                 text = self.read(prompt).strip() or default
                 if not text:
                     raise UserError("an answer is needed here")
-                answer = text if text == doubted else check(text)
+                answer: Any = text if text == doubted else check(text)
                 self.answers = replace(self.answers, **{name: answer})
             except UserError as error:
                 self.say(f"  {error}")

@@ -1,4 +1,4 @@
-"""The progress of a run below the cell of a notebook: the bar and table of transformers' Trainer."""
+"""The progress of a run in a notebook, with the bar and table of transformers' Trainer."""
 
 from __future__ import annotations
 

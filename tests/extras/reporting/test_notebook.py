@@ -1,4 +1,4 @@
-"""Runs in a notebook: a real kernel trains in this folder, shows its progress, and is interrupted."""
+"""Runs in a notebook: a real kernel trains, shows its progress, and is interrupted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 
 from hetero_framework.core import addresses
 from tests.installed import needs
-from tests.samples import free_ports, save_llama
+from tests.samples import free_ports, plan_of, save_llama
 from tests.waiting import WAIT_S, is_running, wait_until
 
 NOTEBOOK = Path(__file__).parents[3] / "examples" / "notebook.ipynb"
@@ -33,13 +33,13 @@ def test_the_example_trains_twice_and_shows_both_runs(tmp_path):
     *_, first, generated, second = (cell for cell in notebook.cells if cell.cell_type == "code")
     for cell in (first, second):
         (shown,) = (o.data["text/html"] for o in cell.outputs if o.output_type == "display_data")
-        assert "<progress value='20' max='20'" in shown
+        assert "<progress value='30' max='30'" in shown
         for column in ("Step", "Training Loss", "Validation Loss"):
             assert f"<th>{column}</th>" in shown
         printed = "".join(o.text for o in cell.outputs if o.output_type == "stream")
-        assert "step 5/20" not in printed  # the table has it
+        assert "step 5/30" not in printed  # the table has it
         assert "evaluation loss" in printed  # in the summary
-    assert "7 plus 8 is" in generated.outputs[0].text
+    assert "7 plus" in generated.outputs[0].text
     assert "adapter: loss " in second.outputs[-1].text
 
 
@@ -56,11 +56,10 @@ def cell(tmp_path):
         request = client.execute(code)
 
         def reply():
-            while (found := client.get_shell_msg(timeout=WAIT_S))["parent_header"] and found[
-                "parent_header"
-            ]["msg_id"] != request:
-                pass
-            return found["content"]
+            while True:
+                found = client.get_shell_msg(timeout=WAIT_S)
+                if found["parent_header"].get("msg_id") == request:
+                    return found["content"]
 
         return reply
 
@@ -76,11 +75,13 @@ def cell(tmp_path):
 def test_an_interrupted_cell_stops_its_run_and_the_kernel_goes_on(devices, cell, tmp_path):
     save_llama(tmp_path / "model", layers=2)
     (port,) = free_ports(1)
+    owners = [("local", 2)] if len(devices) == 1 else [("local", 1), ("coordinator@2", 2)]
+    training = {"output_dir": "run", "max_steps": 3000, "save_steps": 9000, "visualize": False}
     config = {
         "coordinator": {"ip": "127.0.0.1", "port": port, "devices": devices},
-        "shard_plan": "auto",
+        "shard_plan": plan_of(*owners),
         "model": {"name_or_path": "model"},
-        "training": {"output_dir": "run", "max_steps": 3000, "visualize": False, "save_steps": 9000},
+        "training": training,
     }
     call = f"from hetero_framework import load_config, train\nconfig = {json.dumps(config)}\n"
     call = call.replace("false", "False")
@@ -90,7 +91,7 @@ def test_an_interrupted_cell_stops_its_run_and_the_kernel_goes_on(devices, cell,
     wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 2, "three steps")
     kernel = psutil.Process(cell.manager.provisioner.pid)
     workers = [child.pid for child in kernel.children(recursive=True)]
-    assert len(workers) >= len(devices) - 1
+    assert len(workers) == len(devices) - 1
     cell.manager.interrupt_kernel()
     stopped = reply()
     assert (stopped["status"], stopped["ename"]) == ("error", "StoppedEarly")
