@@ -60,8 +60,8 @@ worker may appear several times; a worker that does not appear takes no part.
 
 `"shard_plan": "auto"` leaves the plan to the run: when it begins, the coordinator measures all
 machines of the configuration, as `hetero plan --measure` does, and plans. The plan is kept as
-`plan.json` in `output_dir`: the run goes on with it when it is resumed, and a new one plans anew. So
-does a resumed run whose file has gained or lost a device since; its result stays the same to the
+`plan.json` in `output_dir`: the run goes on with it when it is resumed, and a new one plans anew.
+So does a resumed run whose file has gained or lost a device since; its result stays the same to the
 bit (on the CPU in float32). A worker that the plan leaves out is told so and ends, or waits for the
 next run with `--keep`.
 """
