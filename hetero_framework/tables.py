@@ -47,7 +47,7 @@ def table(
         drawn.add_column(Text(name), justify=justify, overflow="fold", width=widths[i])  # type: ignore[arg-type]
     for row in rows:
         drawn.add_row(*map(Text, row))
-    console = Console(file=io.StringIO(), width=_UNBOUNDED, color_system=None)
+    console = Console(file=io.StringIO(), width=_UNBOUNDED, color_system=None, force_jupyter=False)
     with console.capture() as captured:
         console.print(drawn)
     return [line.rstrip() for line in captured.get().splitlines()]

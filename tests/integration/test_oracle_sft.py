@@ -8,16 +8,24 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-from trl import SFTConfig
+from trl import SFTConfig, SFTTrainer
 
+from hetero_framework import train
 from hetero_framework.cli import main
 from hetero_framework.data.formats import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT
 from tests.cases import seldom
-from tests.integration.oracles import assert_agree, assert_close, save_adapter, sft_run
+from tests.integration.oracles import (
+    assert_agree,
+    assert_close,
+    save_adapter,
+    sft_run,
+    stock_model,
+)
 from tests.integration.test_parity import weights
 from tests.pools import TRAINING
 from tests.samples import WORDS, save_llama
@@ -144,6 +152,28 @@ def test_three_epochs_of_full_training_agree_with_sft_trainer(agree, tmp_path):
     rows = write_jsonl(tmp_path / "rows.jsonl", conversations(random.Random(2)))
     training = {"weight_decay": 0.1, "gradient_checkpointing": True}
     agree(rows, {"assistant_only_loss": True}, training)
+
+
+def test_the_objects_of_peft_and_trl_train_as_in_trl(chat_model, tmp_path):
+    """Also what nobody has changed in them, such as the scale and dropout of the adapter."""
+    draw = random.Random(3)
+    rows = datasets.Dataset.from_list([{"text": words(draw, 20)} for _ in range(COUNT)])
+    own = {"use_cpu": True, "bf16": False, "report_to": "none", "learning_rate": 1e-3}
+    own |= {"max_steps": 3, "logging_steps": 1, "save_strategy": "no"}
+    # Both begin with the same adapter: it has no random numbers.
+    adapter = LoraConfig(r=4, init_lora_weights="olora", task_type="CAUSAL_LM")
+    training = SFTConfig(tmp_path / "ours", **own)
+    ours = train(model=chat_model, train_dataset=rows, adapter=adapter, training=training)
+    trainer = SFTTrainer(
+        stock_model(chat_model),
+        SFTConfig(tmp_path / "theirs", **own),
+        train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(chat_model),
+        peft_config=adapter,
+    )
+    trainer.train()
+    theirs = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert ours.losses == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")

@@ -11,15 +11,9 @@ from peft import LoraConfig
 from transformers import TrainingArguments
 
 from hetero_framework.errors import ConfigError
-from hetero_framework.extras.convert.convert import (
-    BY_HAND,
-    NEVER,
-    UNKNOWN,
-    Conversion,
-    own_default,
-)
+from hetero_framework.extras.convert import convert
 
-_REFUSED = (NEVER, BY_HAND, UNKNOWN)
+_REFUSED = (convert.NEVER, convert.BY_HAND, convert.UNKNOWN)
 # Fields of an adapter's configuration that say what it is, not how it trains.
 _OF_PEFT = ("peft_type", "task_type", "base_model_name_or_path", "inference_mode", "peft_version")
 
@@ -44,15 +38,13 @@ def sections_of(adapter: Any, training: Any, known: Mapping[str, Any]) -> dict[s
             raise _refusal("adapter", adapter, "peft's LoraConfig")
         fields = _fields(adapter, changed).items()
         given |= {name: value for name, value in fields if name not in _OF_PEFT}
-    conversion = Conversion("TRL", given, settings=dict(known))
+    conversion = convert.Conversion("TRL", given, settings=dict(known))
     asked = [row for row in conversion.rows if row.key in changed & given.keys()]
     # A value that nobody chose is written only where the default here is another one.
     chosen = {path for row in asked for path in row.to} | known.keys()
-    conversion.settings = {
-        path: value
-        for path, value in conversion.settings.items()
-        if path in chosen or value != own_default(path)
-    }
+    for path, value in [*conversion.settings.items()]:
+        if path not in chosen and value == convert.own_default(path):
+            del conversion.settings[path]
     if wrong := [row for row in asked if row.status in _REFUSED]:
         raise ConfigError(
             "\n".join(f"{row.key}: {row.value!r}: {row.why}" for row in wrong),
@@ -76,12 +68,10 @@ def _fields(config: Any, changed: set[str]) -> dict[str, Any]:
     kept = {name: getattr(config, name) for name in ("use_cpu", "bf16", "fp16") if name in fields}
     usual = type(config)(**kept)
     known = vars(usual)
-    strange = {n: v for n, v in vars(config).items() if n not in known and n[0] != "_"}
-    found = {name: getattr(config, name) for name in fields} | strange
-    for name, value in found.items():
-        before = fields[name].default if name in kept else known.get(name)
-        if name in strange or value != before:
-            changed.add(name)
+    strange = {name for name in vars(config).keys() - known.keys() if name[0] != "_"}
+    found = {name: getattr(config, name) for name in (*fields, *strange)}
+    before = {**known, **{name: fields[name].default for name in kept}}
+    changed |= {name for name, v in found.items() if name in strange or v != before.get(name)}
     return {name: _plain(value) for name, value in found.items()}
 
 
