@@ -154,6 +154,7 @@ def test_three_epochs_of_full_training_agree_with_sft_trainer(agree, tmp_path):
     agree(rows, {"assistant_only_loss": True}, training)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 def test_the_objects_of_peft_and_trl_train_as_in_trl(chat_model, tmp_path):
     """Also what nobody has changed in them, such as the scale and dropout of the adapter."""
     draw = random.Random(3)
