@@ -99,6 +99,7 @@ class PageServer(ThreadingHTTPServer):
             self._open[request] = False
             others = [connection for connection, views in self._open.items() if not views]
             if len(others) > _MOST:
+                del self._open[others[0]]  # its thread may be slow to notice, and one more may come
                 with suppress(OSError):
                     others[0].shutdown(2)
         super().process_request(request, client_address)
