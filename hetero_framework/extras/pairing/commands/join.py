@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
         return
     print(f"this machine is {joined.identity}; {file} is here. Next: hetero worker{more}")
     model = load_config(file).model
-    name = (model and model.name_or_path) or "."
-    lacks = attempt(partial(resolve_model_path, name, file.absolute().parent))
+    name = model.name_or_path if model is not None else None
+    lacks = attempt(partial(resolve_model_path, name or ".", file.absolute().parent))
     if isinstance(lacks, UserError):
         print(f"{lacks.message} yet: {lacks.hint}")
