@@ -16,8 +16,7 @@ from hetero_framework.extras.yaml_files.recipes import recipes
 from hetero_framework.models.cut.tiny import TINY_LAYERS
 from tests.extras.foreign_formats.test_gguf import STUB
 from tests.extras.islands.helpers import StandIn, serving, train_islands
-from tests.pools import read_metrics
-from tests.samples import free_ports, plan_of, save_tiny
+from tests.samples import free_ports, plan_of, read_jsonl, save_tiny
 from tests.unit.data_helpers import CHATML
 
 pytestmark = pytest.mark.usefixtures("nothing_left_here")
@@ -32,8 +31,20 @@ IN_MAKE_TEST = ("sft-lora", "classification", "dpo", "mixture", "full")
 SLOW = ("visualize", "verify_architecture", "probe_longest_batch")
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A folder with a tiny model of each family."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in set(FAMILIES.values()):
+        save_tiny(family, folder / family, max_position_embeddings=1200)
+        tokenizer = AutoTokenizer.from_pretrained(folder / family)
+        tokenizer.chat_template = CHATML
+        tokenizer.save_pretrained(folder / family)
+    return folder
+
+
 @pytest.fixture
-def prepared(tmp_path, monkeypatch):
+def prepared(models, tmp_path, monkeypatch):
     """prepared(NAME) copies a recipe into the folder of the test, with its model and data."""
 
     def prepare(name: str) -> Path:
@@ -41,12 +52,8 @@ def prepared(tmp_path, monkeypatch):
         text = recipes()[name].read_text(encoding="utf-8")
         of = re.search(r"name_or_path: (\S+)", text)[1]
         family = next(kind for start, kind in FAMILIES.items() if of.startswith(start))
-        model = save_tiny(family, tmp_path / "model", max_position_embeddings=1200)
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        tokenizer.chat_template = CHATML
-        tokenizer.save_pretrained(model)
         save_rows(text)
-        assert main(["init", "--recipe", name, "--model", "model"]) == 0
+        assert main(["init", "--recipe", name, "--model", str(models / family)]) == 0
         return tmp_path / "hetero_config.yaml"
 
     return prepare
@@ -93,7 +100,7 @@ def test_a_recipe_is_checked_and_trains(name, prepared, tmp_path):
         changes += ["training.eval_steps=1", "training.save_steps=1"]
     assert main(["train", "--config", str(config), *(f"--set={one}" for one in changes)]) == 0
     output = tmp_path / "runs" / name
-    lines = read_metrics(output)
+    lines = read_jsonl(output / "metrics.jsonl")
     assert sum("loss" in line for line in lines) == STEPS
     evaluations = [line for line in lines if line.keys() & {"eval_loss", "eval_math_loss"}]
     assert bool(evaluations) == ("eval_strategy" in read_object(config)["training"])
@@ -126,7 +133,6 @@ def test_two_islands_of_a_recipe_agree(prepared, tmp_path):
             raws[name] = {
                 **{**raw, "shard_plan": plan_of(("local", TINY_LAYERS)), "training": training},
                 "coordinator": {"ip": "127.0.0.1", "device": "cpu", "port": port},
-                "model": {"name_or_path": str(tmp_path / "model")},
                 "data": {**raw["data"], "train": str(tmp_path / "data" / "train.jsonl")},
                 "island": {**raw["island"], "name": name, "sync_steps": 2, "min_islands": 2}
                 | {"lighthouse": f"127.0.0.1:{lighthouse.port}"},

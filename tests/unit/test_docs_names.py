@@ -54,7 +54,8 @@ OTHERS = {
     " on_substep_end on_prediction_step on_predict"
     " align_special_tokens from_pretrained num_items_in_batch _..._implementation_internal",
     "TRL and axolotl": "DataCollatorWithFlattening DPOConfig KTOConfig RewardConfig SFTTrainer"
-    " device_map early_stopping_patience lora_r micro_batch_size sample_packing sequence_len train_dataset",
+    " device_map early_stopping_patience lora_r micro_batch_size sample_packing"
+    " sequence_len train_dataset",
     "peft": "PeftModel.from_pretrained pissa_niter_N",
     "WireGuard, WSL and Docker": "[Interface] [Peer] .wslconfig [wsl2]",
     "datasets and its hub": "ClassLabel Json configs load_dataset remove_none_values save_to_disk"
