@@ -69,6 +69,8 @@ class FirstRun:
         checked_data(self.answers.data)
         raw = proposed(settled(self.answers, self.file))
         raw["training"]["output_dir"] = "."
+        if any(setting.startswith("training.max_steps=") for setting in self.settings):
+            del raw["training"]["num_train_epochs"]  # it would have no effect
         for setting in self.settings:
             apply_override(raw, setting)
         return raw

@@ -18,7 +18,7 @@ from hetero_framework.cluster.local_workers import LocalWorkers
 from hetero_framework.config import Config
 from hetero_framework.config.objectives import Task
 from hetero_framework.core.dial import Listener
-from hetero_framework.errors import HeteroError
+from hetero_framework.errors import HeteroError, StoppedEarly
 from hetero_framework.extras.verify.verification import EQUAL, Verified
 from hetero_framework.models.cut.tiny import stock_class, tiny_config
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
@@ -70,6 +70,8 @@ def _tried(result: Verified, about: dict[str, Any], folder: Path) -> str:
             stock_class(config)._from_config(config).save_pretrained(model)
             _save_tokenizer(model)
         runs = [_run(result, about, folder, cut) for cut in (False, True)]
+    except StoppedEarly:
+        raise
     except HeteroError as error:
         return error.message
     except LIBRARY_ERRORS as error:

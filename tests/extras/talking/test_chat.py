@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hetero_framework.cli import main
 from hetero_framework.config import Config
 from hetero_framework.trainer.coordinator import train
-from tests.samples import free_ports, save_llama
+from tests.samples import free_ports, read_jsonl, save_llama
 from tests.unit.data_helpers import CHATML
 
 pytestmark = pytest.mark.xdist_group("pool")
@@ -144,7 +144,7 @@ def _take_terminal() -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminals of this kind")
-def test_chat_remembers_is_ended_by_ctrl_c_and_begins_anew(trained):
+def test_chat_remembers_is_ended_by_ctrl_c_saved_and_begun_anew(trained, tmp_path):
     words = ["chat", "--config", str(trained), "--max-new-tokens"]
     terminal = Terminal([*words, "3000", "--system", "Be brief."])
     try:
@@ -154,6 +154,17 @@ def test_chat_remembers_is_ended_by_ctrl_c_and_begins_anew(trained):
         terminal.until(" ")  # the first word of the answer
         terminal.type("\x03")
         assert len(terminal.until("> ")) < 4000  # of 3,000 tokens
+        for line, said in {
+            f"/save {tmp_path / 'talk.jsonl'}": "wrote ",
+            "/save": "/save FILE writes",
+            "/sav": "there is no /sav;",
+            "/help": "/reset begins anew",
+        }.items():
+            terminal.type(f"{line}\n")
+            terminal.until(said)
+            terminal.until("> ")
+        [talk] = read_jsonl(tmp_path / "talk.jsonl")
+        assert [one["role"] for one in talk["messages"]] == ["system", "user", "assistant"]
         terminal.type("/reset\n")
         terminal.until("> ")
         terminal.type("\x04")

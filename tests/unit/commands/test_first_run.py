@@ -61,6 +61,7 @@ def test_the_file_is_in_the_output_directory_with_paths_that_hold_there(answers,
     config = load_config(file)
     assert config.output_dir == file.parent
     assert config.training.max_steps == 3
+    assert "num_train_epochs" not in json.loads(file.read_text())["training"]
     assert config.path(config.model.name_or_path) == tmp_path / "llama"
     assert config.path(config.data.train) == tmp_path / "train.jsonl"
 
