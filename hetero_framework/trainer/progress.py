@@ -150,14 +150,17 @@ class Progress:
         with self._lock:
             step, loss = metrics["step"], _number(metrics["eval_loss"])
             self._evaluations[name] = f"{name} {loss} after step {step}".lstrip()
-            what = f"evaluation {name}".rstrip()
-            line = f"step {step}: {what}  loss {loss}"
-            if (perplexity := metrics.get("eval_perplexity")) is not None:
-                line += f"  perplexity {_number(perplexity)}"
-            if (accuracy := metrics.get("eval_mean_token_accuracy")) is not None:
-                line += f"  token accuracy {accuracy:.4f}"
-            line += "".join(f"  {key} {value:.4g}" for key, value in computed(metrics))
-            self._print(line)
+            self._evaluated(metrics, name)
+
+    def _evaluated(self, metrics: Mapping[str, Any], name: str) -> None:
+        """Show an evaluation."""
+        what = f"evaluation {name}".rstrip()
+        line = f"step {metrics['step']}: {what}  loss {_number(metrics['eval_loss'])}"
+        if (perplexity := metrics.get("eval_perplexity")) is not None:
+            line += f"  perplexity {_number(perplexity)}"
+        if (accuracy := metrics.get("eval_mean_token_accuracy")) is not None:
+            line += f"  token accuracy {accuracy:.4f}"
+        self._print(line + "".join(f"  {key} {value:.4g}" for key, value in computed(metrics)))
 
     def message(self, text: str) -> None:
         """Print `text`, above the live display if there is one."""

@@ -40,7 +40,7 @@ class NotebookProgress(Progress):
             self._losses = []
         self._row({})
 
-    def evaluation(self, metrics: Mapping[str, Any], name: str = "") -> None:
+    def _evaluated(self, metrics: Mapping[str, Any], name: str) -> None:
         self._step = metrics["step"]
         found = {"validation loss": metrics["eval_loss"], **dict(computed(metrics))}
         named = {f"{name} {key}".replace("_", " ").strip(): x for key, x in found.items()}

@@ -704,7 +704,7 @@ except CallbackError:
 def test_the_examples_of_the_page_run(alone, tmp_path, monkeypatch):
     page = Path(__file__).parents[3] / "docs" / "python.md"
     blocks = page.read_text(encoding="utf-8").split("```python\n")[1:]
-    first, second, third = (block.partition("```")[0] for block in blocks)
+    _, _, first, second, third = (block.partition("```")[0] for block in blocks)
     config = alone()
     (tmp_path / "hetero_config.json").write_text(json.dumps(config.to_dict()))
     monkeypatch.chdir(tmp_path)

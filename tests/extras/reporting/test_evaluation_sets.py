@@ -126,7 +126,7 @@ def test_sets_come_from_python(alone):
     config = alone(training={"eval_strategy": "epoch"}, data=None)
     summary = train(config, train_dataset=rows, eval_dataset={"one": rows, "two": rows[:1]})
     assert {"eval_one_loss", "eval_two_loss"} <= summary.metrics.keys()
-    with pytest.raises(DataError, match=r"eval_dataset\['two'\] is a int"):
+    with pytest.raises(DataError, match=r"eval_dataset\['two'\]: this int holds"):
         train(alone("other"), eval_dataset={"one": rows, "two": 5})
 
 

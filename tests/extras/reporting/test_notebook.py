@@ -53,7 +53,8 @@ def cell(tmp_path):
     client.wait_for_ready(timeout=WAIT_S)
 
     def run(code):
-        request = client.execute(code)
+        # Else an error ends cells that are sent soon after it, too.
+        request = client.execute(code, stop_on_error=False)
 
         def reply():
             while True:
