@@ -293,9 +293,9 @@ def leaving_nothing() -> Iterator[None]:
 
 
 def threads() -> list[str]:
-    """Their names, but for those that end by themselves when a device has had no event."""
+    """Their names, but for tqdm's, and those that end by themselves without events of a device."""
     names = (thread.name for thread in threading.enumerate())
-    return sorted(name for name in names if name != "watch events")
+    return sorted(name for name in names if name not in ("watch events", "tqdm_monitor"))
 
 
 def sockets(process: psutil.Process) -> int:
