@@ -91,8 +91,8 @@ def decide_role(
 
 def with_own_devices(config: Config) -> Config:
     """The configuration with the accelerators of this machine, else its CPU, in place of "all" of
-    coordinator.devices. On another machine "all" stays. Raises ConfigError for "all" of a worker,
-    whose machine has not told its devices."""
+    coordinator.devices. On another machine "all" stays. Raises ConfigError if a worker still has
+    "all": its machine has not joined yet."""
     for worker in config.workers:
         if worker.devices == ALL:
             raise ConfigError(

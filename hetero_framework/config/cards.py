@@ -13,8 +13,8 @@ OF_COORDINATOR = "coordinator@"
 
 def with_cards(raw: dict[str, Any]) -> dict[str, Any]:
     """The configuration with each machine's list of devices written out. The first device is that
-    of the entry; the second of worker 1 is worker "1@2". Ports count up from that of the entry.
-    What is no list of texts stays, for the schema to refuse."""
+    of the entry; the second of worker 1 is worker "1@2". Ports count up from that of the entry. An
+    entry whose devices are not a list of texts stays as it is, and the schema refuses it."""
     home: Any = raw.get("coordinator")
     workers: Any = raw.get("workers", [])
     named = [home, *workers] if isinstance(home, dict) and isinstance(workers, list) else []
