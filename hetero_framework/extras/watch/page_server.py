@@ -270,7 +270,7 @@ def _written(
                 if inode != entry.st_ino or entry.st_size < place:
                     places.clear()
                     yield b'{"anew": true}\n'
-                    yield from _written(folder, places)
+                    yield from _written(folder, places, is_own=is_own)
                     return
                 lines, place = _lines(file, place, entry.st_size)
         except OSError:  # the file is not there yet
