@@ -65,14 +65,14 @@ def test_what_a_recipe_cannot_take_is_refused(words, said, here, capsys):
     assert [file.read_text() for file in here.iterdir()] == ["precious"]
 
 
-def test_without_a_checkout_the_installed_recipes_are_found(here, monkeypatch):
+def test_without_a_checkout_the_recipes_of_the_first_installation_are_found(here, monkeypatch):
     """Of the distribution that tests/unit/test_packaging.py builds."""
-    info, share = here / "hetero_framework-1.dist-info", here / "share/hetero_framework/recipes"
-    for folder in (info, share):
-        folder.mkdir(parents=True)
-    (share / "dpo.yaml").write_text("# A recipe.\n")
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hetero-framework\nVersion: 1\n")
-    (info / "RECORD").write_text("share/hetero_framework/recipes/dpo.yaml,,\n")
-    monkeypatch.syspath_prepend(here)
+    for place, name in ((here / "later", "kto"), (here / "first", "dpo")):
+        (info := place / "hetero_framework-1.dist-info").mkdir(parents=True)
+        (share := place / "share" / "recipes").mkdir(parents=True)
+        (share / f"{name}.yaml").write_text("# A recipe.\n")
+        (info / "METADATA").write_text("Name: hetero-framework\n")
+        (info / "RECORD").write_text(f"share/recipes/{name}.yaml,,\n")
+        monkeypatch.syspath_prepend(place)
     monkeypatch.setattr(module, "_CHECKOUT", here / "absent")
     assert [*recipes()] == ["dpo"]
