@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import StringIO
@@ -26,17 +27,20 @@ from hetero_framework.models.rng import seed_cpu
 from hetero_framework.trainer.coordinator import train
 from hetero_framework.trainer.progress import Progress
 
-_WORDS = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(61))]
-_TEXTS = [[_WORDS[3 + (5 * row + k * k) % 61] for k in range(6 + row % 5)] for row in range(8)]
+# Every word is one letter, and the tokenizer is byte-level BPE: transformers reads the tokenizer of
+# some model types as such whatever its file says.
+_SPECIAL = ("<pad>", "<s>", "</s>")
+_WORDS = (string.ascii_letters + string.digits)[:61]
+_TEXTS = [[_WORDS[(5 * row + k * k) % 61] for k in range(6 + row % 5)] for row in range(8)]
 _ROWS: dict[Task, tuple[str, list[dict[str, Any]]]] = {
-    "causal-lm": ("sft", [{"text": " ".join(words)} for words in _TEXTS]),
+    "causal-lm": ("sft", [{"text": "".join(words)} for words in _TEXTS]),
     "sequence-classification": (
         "classification",
-        [{"text": " ".join(words), "label": k % 2} for k, words in enumerate(_TEXTS)],
+        [{"text": "".join(words), "label": k % 2} for k, words in enumerate(_TEXTS)],
     ),
     "token-classification": (
         "token-classification",
-        [{"tokens": words, "labels": [len(word) % 2 for word in words]} for words in _TEXTS],
+        [{"tokens": words, "labels": [ord(word) % 2 for word in words]} for words in _TEXTS],
     ),
 }
 
@@ -116,7 +120,7 @@ def _run(
 
 
 def _save_tokenizer(folder: Path) -> None:
-    tokenizer = Tokenizer(models.WordLevel({w: k for k, w in enumerate(_WORDS)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = dict(zip(("pad_token", "bos_token", "eos_token"), _WORDS, strict=False))
+    tokenizer = Tokenizer(models.BPE({w: k for k, w in enumerate((*_SPECIAL, *_WORDS))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = dict(zip(("pad_token", "bos_token", "eos_token"), _SPECIAL, strict=True))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
