@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from hetero_framework.cluster.roles import with_own_devices
 from hetero_framework.commands.options import DEFAULT_CONFIG, SET, value
 from hetero_framework.config import load_config, with_saved_plan
 from hetero_framework.errors import in_words
@@ -60,7 +61,7 @@ class RunBeside:
         self.folder, self._shown = Path(place), dict[str, Any](steers=False)
         self.name: str = place.partition("#")[0] if self._given else self.folder.resolve().name
         if self._given is None and not self.folder.is_dir():
-            config = with_saved_plan(load_config(place, overrides))
+            config = with_saved_plan(with_own_devices(load_config(place, overrides)))
             self.folder = config.output_dir
             self.name = config.setting("island.name") or self.folder.name
             stages = config.plan.stages if config.is_planned else ()
