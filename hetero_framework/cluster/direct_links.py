@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hetero_framework.config import Config, StageSpec, WorkerConfig
+from hetero_framework.core import addresses, timeouts
 from hetero_framework.core import messages as m
-from hetero_framework.core import timeouts
 from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.identity import key_owner
 from hetero_framework.core.messages import Message
 from hetero_framework.engine.hosts import DirectLost
 from hetero_framework.errors import ProtocolError
@@ -51,6 +52,8 @@ class DirectLinks:
         self._workers = workers
         self._send = send
         self._receive = receive
+        self.own_ports: dict[WorkerId, int | None] = {}
+        """On the loopback, of workers that dial and share their machine with others."""
         self._links: dict[Pair, _DirectLink] = {}
         self._answers: dict[tuple[WorkerId, WorkerId], str | None] = {}  # to the last orders
 
@@ -117,10 +120,13 @@ class DirectLinks:
         by_dialler: dict[WorkerId, list[m.PeerAddress]] = {}
         for dialler, other in pairs:
             to = self._workers[other]
-            if to.port is None:
+            ip, port = to.ip, to.port
+            if port is None and key_owner(dialler) == key_owner(other):
+                ip, port = addresses.LOOPBACK, self.own_ports.get(other)
+            if port is None:
                 self._answers[dialler, other] = "it has no port"
                 continue
-            by_dialler.setdefault(dialler, []).append(m.PeerAddress(other, to.ip, to.port))
+            by_dialler.setdefault(dialler, []).append(m.PeerAddress(other, ip, port))
         for dialler, peers in by_dialler.items():
             self._send(dialler, Message(m.Connect(tuple(peers), timeout_s)))
 

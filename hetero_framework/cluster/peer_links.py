@@ -20,6 +20,7 @@ from hetero_framework.core.connection import Connection
 from hetero_framework.core.dial import connect
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.frames import MAX_HEADER_BYTES
+from hetero_framework.core.identity import key_owner
 from hetero_framework.core.link import OnMoved
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
@@ -123,7 +124,7 @@ class PeerLinks:
         if str(hello.worker_id) != str(self._me):
             raise NetworkError(f"this is worker {self._me}, not {hello.worker_id}")
         identity = connection.identity
-        if identity is not None and identity.worker != str(hello.from_id):
+        if identity is not None and identity.worker != key_owner(hello.from_id):
             raise IdentityError(
                 f"the certificate is that of {identity}, not worker {hello.from_id}"
             )

@@ -41,7 +41,7 @@ from hetero_framework.core.devices import open_device
 from hetero_framework.core.dial import Listener
 from hetero_framework.core.fields import WorkerId
 from hetero_framework.core.frames import HANDSHAKE_MAX_FRAME_BYTES
-from hetero_framework.core.identity import Identity
+from hetero_framework.core.identity import Identity, key_owner
 from hetero_framework.core.messages import Message
 from hetero_framework.core.session import Phase
 from hetero_framework.core.stream import Stream
@@ -243,6 +243,7 @@ class Worker:
         self._outbound = OutboundWorker(config.coordinator, call, access, self._call)
         self._only_run = run_id
         self._leave_by = math.inf
+        self._own_port: int | None = None  # see WELCOME
         self._told: str | None = None  # why it has to end
         self._ending: str | None = None  # the reason, once the process must not go on
         self._winds_down = False  # it ends anyway: nothing may interrupt what is left to do
@@ -268,8 +269,13 @@ class Worker:
         entry = self._entry
         self._device.use()
         what = f"{self._device.name}, {self._device.label}"
+        beside: Listener | None = None
         if entry.port is None:
             bring, bring_no_more = self._outbound.run, self._outbound.close
+            if self._has_neighbours:
+                beside = Listener(addresses.LOOPBACK, 0)
+                self._own_port = beside.port
+                in_background(partial(self._acceptor.run, beside), "neighbours")
             _log.info("worker %s dials %s (%s)", entry.id, self._outbound.where, what)
         else:
             _check_name(self._config, entry)
@@ -291,6 +297,8 @@ class Worker:
                     self._send(Message(m.Leaving(self._told)))
         finally:
             bring_no_more()
+            if beside is not None:
+                beside.close()
             self._acceptor.close()
             if self._connection is not None:
                 self._connection.close()
@@ -326,6 +334,12 @@ class Worker:
             self._report(failed)
             _log.error("the run failed here: %s", failed.message)
             self._leave()
+
+    @property
+    def _has_neighbours(self) -> bool:
+        """Whether other workers are cards of the same machine."""
+        others = (worker.id for worker in self._config.workers if worker.id != self._entry.id)
+        return key_owner(self._entry.id) in map(key_owner, others)
 
     def _listener(self, port: int) -> Listener:
         try:
@@ -700,7 +714,7 @@ class Worker:
         kept = run.run_id if run.started else None
         welcome = m.Welcome(
             *(torch.__version__, device.name, device.label, memory.total, memory.free, kept),
-            *(device.no_four_bit, device.host_free),
+            *(device.no_four_bit, device.host_free, self._own_port),
         )
         with suppress(HeteroError):  # if the link is gone, its reader reports it
             connection.send(Message(welcome))

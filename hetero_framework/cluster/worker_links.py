@@ -412,6 +412,7 @@ class WorkerLinks:
         assert connection.peer is not None
         self._wires[connection.peer] = connection
         self.ready.pop(connection.peer, None)
+        self.direct.own_ports[connection.peer] = welcome.own_port
         self.members.answers(connection.peer, welcome.run_id == self._hello.run_id)
         self._show_away(connection.peer, None)
         self._local.answers(connection.peer)

@@ -15,12 +15,13 @@ from contextlib import suppress
 
 import psutil
 
+LOOPBACK = "127.0.0.1"
 _LOOPBACK_NAMES = {"localhost", "localhost.localdomain", "ip6-localhost"}
 
 
 def local_addresses() -> list[str]:
     """IPv4 and IPv6 addresses of this machine, loopback included, without zones ("%eth0")."""
-    addresses: dict[str, None] = {"127.0.0.1": None}
+    addresses: dict[str, None] = {LOOPBACK: None}
     for interface in psutil.net_if_addrs().values():
         for address in interface:
             if address.family in (socket.AF_INET, socket.AF_INET6):
@@ -70,7 +71,7 @@ def primary_address() -> str:
             address = parsed(entry.address) if entry.family == socket.AF_INET else None
             if name in up and address and not (address.is_loopback or address.is_link_local):
                 return str(address)
-    return "127.0.0.1"
+    return LOOPBACK
 
 
 def addresses_for_others() -> list[str]:
@@ -78,7 +79,7 @@ def addresses_for_others() -> list[str]:
     loopback where there is no other."""
     known = [(local, parsed(local)) for local in local_addresses()]
     given = [host for host, ip in known if ip and not (ip.is_loopback or ip.is_link_local)]
-    return given or ["127.0.0.1"]
+    return given or [LOOPBACK]
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -122,7 +122,8 @@ class Call(Greeting):
 class Welcome(Greeting):
     """Worker to coordinator, accepts HELLO: versions, device and memory (bytes). `run_id`: the run
     whose stages it holds ready. `no_four_bit`: why the device has no 4 bits. `host_free`: free host
-    memory; null where the device has no memory of its own. Answered by SETUP or REJECT."""
+    memory; null where the device has no memory of its own. `own_port`: the port on the loopback on
+    which a worker that dials accepts workers of its machine. Answered by SETUP or REJECT."""
 
     torch: str
     device: str
@@ -132,6 +133,7 @@ class Welcome(Greeting):
     run_id: str | None = None
     no_four_bit: str | None = None
     host_free: int | None = None
+    own_port: Annotated[int, 1, 65535] | None = None
 
 
 @message(3, EITHER)

@@ -22,6 +22,7 @@ from hetero_framework.config import AUTO, Config, ModelConfig, apply_override, p
 from hetero_framework.core import addresses
 from hetero_framework.core.devices import open_device, without_four_bit
 from hetero_framework.core.fields import WorkerId
+from hetero_framework.core.identity import key_owner
 from hetero_framework.data.sources import find_sources
 from hetero_framework.data.tokenizer import load_tokenizer
 from hetero_framework.data.train_data import load_data
@@ -318,9 +319,10 @@ def _rate(text: str, option: str) -> float:
 def _links(
     config: Config, ids: Sequence[WorkerId], rates: Mapping[WorkerId, float]
 ) -> list[dict[str, Any]]:
-    """Links of all pairs, but none between workers if `links` is "relay" or neither listens."""
+    """Links of all pairs, but none between workers if `links` is "relay" or neither can be dialled:
+    a worker that dials can be by others of its machine."""
 
-    callers = [worker.id for worker in config.workers if worker.dials]
+    callers = {worker.id for worker in config.workers if worker.dials}
     return [
         {
             "from": one,
@@ -330,7 +332,10 @@ def _links(
         }
         for one, other in itertools.permutations(ids, 2)
         if "local" in (one, other)
-        or (config.links != "relay" and not (one in callers and other in callers))
+        or (
+            config.links != "relay"
+            and (key_owner(one) == key_owner(other) or not {one, other} <= callers)
+        )
     ]
 
 

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import unquote
 
+from hetero_framework.core.addresses import LOOPBACK
 from hetero_framework.file_trust import not_through_links, untrusted_reason
 from hetero_framework.log import EVENTS_FILE
 
 ACTIONS = ("pause", "resume", "checkpoint", "stop")
-LOOPBACK = "127.0.0.1"
 _SILENCE_S, _LAST_S = 10.0, 1.0  # of a connection; for the last news
 _MOST = 16  # most viewers, and most other connections
 _FILES = {"/": "html", "/page.js": "javascript", "/curves.js": "javascript", "/page.css": "css"}

@@ -22,8 +22,9 @@ import psutil
 from hetero_framework.cluster.roles import with_own_devices
 from hetero_framework.commands.options import DEFAULT_CONFIG, SET, value
 from hetero_framework.config import load_config, with_saved_plan
+from hetero_framework.core.addresses import LOOPBACK
 from hetero_framework.errors import in_words
-from hetero_framework.extras.watch.page_server import LOOPBACK, PageServer, news_of
+from hetero_framework.extras.watch.page_server import PageServer, news_of
 from hetero_framework.file_trust import read_own
 
 EXAMPLES = """
