@@ -340,7 +340,8 @@ class SleepStage:
         return [(f"stage{self.index}.weight", (self.index,))]
 
     def snapshot(self, *, lasting: bool = False) -> StateSnapshot:
-        entries = ((f"weights/{self.index}.{k}", t, {}) for k, t in enumerate(self._state))
+        states = enumerate(self._state)
+        entries = ((f"optimizer/{k}/stage{self.index}.weight", t, {}) for k, t in states)
         return StateSnapshot(entries, Device(), lasting=lasting)
 
     def export(self) -> Iterator[StatePart]:
