@@ -60,6 +60,9 @@ _NEED_NEWER = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1200))  # other work may run beside
     if Version(version("transformers")) >= Version(_NEWER):
         return
     skip = pytest.mark.skip(reason=f"needs transformers {_NEWER}")
