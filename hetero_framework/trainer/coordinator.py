@@ -851,8 +851,6 @@ class Coordinator:
         )
         with self._ending_within(0.0):
             sums = self._cluster.run(info, LazyBatches(len(batches), batch))
-        for _ in sums:
-            self._observers.tell(Observer.predicted, self._state, self._due)
         metrics = {
             **self._losses_of_set(sums, items, [*map(len, samples)]),
             "samples": count,

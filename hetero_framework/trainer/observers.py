@@ -140,9 +140,6 @@ class Observer:
     def log(self, state: TrainState, due: Due) -> None:
         """It is time to log."""
 
-    def predicted(self, state: TrainState, due: Due) -> None:
-        """A micro-batch of an evaluation is done."""
-
     def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
         """An evaluation is done; `metrics` are its line of metrics.jsonl."""
 

@@ -131,6 +131,7 @@ class Callbacks(Observer):
         self._began_s = 0.0
         self._logged: list[tuple[int, float]] = []  # number and sum of the losses of each log
         self._first_step = 0
+        self._noted_best: int | None = None
         self.state = TrainerState()
 
     def _store_flos(self) -> None:
@@ -174,6 +175,9 @@ class Callbacks(Observer):
             self._history.write({"step": 0, _MLFLOW_RUN: begun})
         if self._untold is not None:
             self.evaluated(state, self._untold, due)
+            # Its checkpoint was written when callbacks failed.
+            self._store.saved.update(filter(self._store.has, self._store.best_steps))
+            self._note_best(state)
 
     def _take_up(self, state: TrainState, due: Due) -> None:
         """Note what was done already after the last step of a run that was cut short."""
@@ -244,13 +248,12 @@ class Callbacks(Observer):
         logs = {"loss": mean, **{name: self._line[name] for name in names}}
         self._report(logs | self._means.take(), due, speed=True)
 
-    def predicted(self, state: TrainState, due: Due) -> None:
-        self._decide("on_prediction_step", due)
-
     def evaluated(self, state: TrainState, metrics: Mapping[str, Any], due: Due) -> None:
         self._is_evaluated = True
         due.evaluate = due.was_evaluate  # until on_evaluate
         for of_set, found in by_set(metrics).items():
+            for _ in range(found["eval_batches"]):
+                self._decide("on_prediction_step", due)
             seconds = found["eval_seconds"]
             beside = {key.removeprefix("eval_"): value for key, value in found.items()}
             measured = {n: beside[n] for n in self._means.of_evaluations if n in beside}
@@ -287,10 +290,7 @@ class Callbacks(Observer):
 
     def saved(self, state: TrainState, due: Due) -> None:
         self._store_flos()
-        before = self.state.best_model_checkpoint
-        self._name_best()
-        if self.state.best_model_checkpoint != before:
-            self._history.write({"step": state.step, _BEST: self._store.best_step})
+        self._note_best(state)
         own = ReportSettings.of(self._prepared.config.training)
         if own.push_to_hub and own.hub_strategy != "end":
             self._decide("on_push_begin", due)
@@ -354,6 +354,13 @@ class Callbacks(Observer):
         """Name the checkpoint of the best saved step in the state."""
         step, root = self._store.best_step, self._store.root
         self.state.best_model_checkpoint = None if step is None else str(root / f"step_{step}")
+
+    def _note_best(self, state: TrainState) -> None:
+        """Name the best saved step, and record it: a person may delete its checkpoint."""
+        self._name_best()
+        if (best := self._store.best_step) not in (None, self._noted_best):
+            self._noted_best = best
+            self._history.write({"step": state.step, _BEST: best})
 
     def _decide(self, event: str, due: Due, **details: Any) -> None:
         """Call the callbacks with the flags of `due`, which they may change."""
@@ -440,7 +447,8 @@ class Callbacks(Observer):
         own = {_STATES, _STOPPED, _EPOCH, _BEST, _TOLD, _RUN, _MLFLOW_RUN}
         history = [line for line in lines if own.isdisjoint(line)]
         self._run, self._mlflow_run = _first(lines, _RUN), _first(lines, _MLFLOW_RUN)
-        self._store.saved = {line[_BEST] for line in lines if _BEST in line}
+        noted = [line[_BEST] for line in lines if _BEST in line]
+        self._store.saved, self._noted_best = {*noted}, noted[-1] if noted else None
         self._judge_again([evaluations[step] for step in sorted(told & evaluations.keys())])
         self._stopped_at = next((line["step"] for line in lines if _STOPPED in line), None)
         self._is_epoch_told = any(_EPOCH in line and line["step"] == state.step for line in lines)
