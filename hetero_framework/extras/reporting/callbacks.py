@@ -131,7 +131,6 @@ class Callbacks(Observer):
         self._began_s = 0.0
         self._logged: list[tuple[int, float]] = []  # number and sum of the losses of each log
         self._first_step = 0
-        self._noted_best: int | None = None
         self.state = TrainerState()
 
     def _store_flos(self) -> None:
@@ -157,8 +156,8 @@ class Callbacks(Observer):
             self._run = uuid.uuid4().hex[:12]  # of the remote run; a resumed run goes on with it
             self._history.write({"step": 0, _RUN: self._run})
         output = self._prepared.config.output_dir.name
-        own = ReportSettings.of(training)
-        self._arguments.run_name = own.run_name or f"{output}-{self._run}"
+        named = ReportSettings.of(training).run_name
+        self._arguments.run_name = named or f"{output}-{self._run}"
         self._call("on_init_end")
         self._control.should_training_stop = False
         self._first_tokens = self.state.num_input_tokens_seen
@@ -175,8 +174,6 @@ class Callbacks(Observer):
             self._history.write({"step": 0, _MLFLOW_RUN: begun})
         if self._untold is not None:
             self.evaluated(state, self._untold, due)
-            # Its checkpoint was written when callbacks failed.
-            self._store.saved.update(filter(self._store.has, self._store.best_steps))
             self._note_best(state)
 
     def _take_up(self, state: TrainState, due: Due) -> None:
@@ -335,19 +332,16 @@ class Callbacks(Observer):
 
     def _judge(self, metrics: Mapping[str, Any], step: int) -> bool:
         """Whether an evaluation is better than all before it. If so, it is remembered."""
-        if self._metric is None:
-            return False
-        value, best = metrics.get(self._metric), self.state.best_metric
-        if value is None:  # read from the file: not finite, or absent in an earlier part
-            return False
-        if best is None:
-            best = -math.inf if self._arguments.greater_is_better else math.inf
-        if not (value > best if self._arguments.greater_is_better else value < best):
+        value, best = metrics.get(self._metric or ""), self.state.best_metric
+        sign = 1 if self._arguments.greater_is_better else -1
+        # None was read from the file: not finite, or absent in an earlier part.
+        if value is None or not sign * value > (-math.inf if best is None else sign * best):
             return False
         self.state.best_metric = value
         if self._arguments.save_strategy != SaveStrategy.NO:
             self.state.best_global_step = step
             self._store.best_steps.append(step)
+            self._store.saved |= {step} if self._store.has(step) else set()
         return True
 
     def _name_best(self) -> None:
@@ -356,11 +350,11 @@ class Callbacks(Observer):
         self.state.best_model_checkpoint = None if step is None else str(root / f"step_{step}")
 
     def _note_best(self, state: TrainState) -> None:
-        """Name the best saved step, and record it: a person may delete its checkpoint."""
+        """Name the best saved step; record a new one, whose checkpoint a person may delete."""
+        before = self.state.best_model_checkpoint
         self._name_best()
-        if (best := self._store.best_step) not in (None, self._noted_best):
-            self._noted_best = best
-            self._history.write({"step": state.step, _BEST: best})
+        if self.state.best_model_checkpoint != before:
+            self._history.write({"step": state.step, _BEST: self._store.best_step})
 
     def _decide(self, event: str, due: Due, **details: Any) -> None:
         """Call the callbacks with the flags of `due`, which they may change."""
@@ -447,8 +441,7 @@ class Callbacks(Observer):
         own = {_STATES, _STOPPED, _EPOCH, _BEST, _TOLD, _RUN, _MLFLOW_RUN}
         history = [line for line in lines if own.isdisjoint(line)]
         self._run, self._mlflow_run = _first(lines, _RUN), _first(lines, _MLFLOW_RUN)
-        noted = [line[_BEST] for line in lines if _BEST in line]
-        self._store.saved, self._noted_best = {*noted}, noted[-1] if noted else None
+        self._store.saved = {line[_BEST] for line in lines if _BEST in line}
         self._judge_again([evaluations[step] for step in sorted(told & evaluations.keys())])
         self._stopped_at = next((line["step"] for line in lines if _STOPPED in line), None)
         self._is_epoch_told = any(_EPOCH in line and line["step"] == state.step for line in lines)
@@ -470,7 +463,6 @@ class Callbacks(Observer):
         self._store.best_steps.clear()
         for line in evaluations:
             self._judge(line, line["step"])
-        self._store.saved.update(filter(self._store.has, self._store.best_steps))
         if (best := self._store.best_step) is not None and not self._store.has(best):
             _log.warning("the best checkpoint, of step %d, is gone; no other replaces it", best)
             self._store.best_steps.clear()

@@ -66,7 +66,6 @@ def test_what_a_recipe_cannot_take_is_refused(words, said, here, capsys):
 
 
 def test_without_a_checkout_the_recipes_of_the_first_installation_are_found(here, monkeypatch):
-    """Of the distribution that tests/unit/test_packaging.py builds."""
     for place, name in ((here / "later", "kto"), (here / "first", "dpo")):
         (info := place / "hetero_framework-1.dist-info").mkdir(parents=True)
         (share := place / "share" / "recipes").mkdir(parents=True)
