@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import hetero_framework
-from tests.samples import save_llama, save_texts
+from tests.samples import free_ports, save_llama, save_texts
 from tests.terminal import terminal
 
 PACKAGE = Path(hetero_framework.__file__).parent
@@ -84,10 +84,10 @@ def hetero(
 
 
 def configuration(place: Path, training: dict[str, Any] | None = None, **sections: Any) -> Path:
-    machine = {"ip": "127.0.0.1", "device": "cpu"}
+    home, worker = ({"ip": "127.0.0.1", "device": "cpu", "port": port} for port in free_ports(2))
     raw = {
-        "coordinator": {**machine, "port": 29871},
-        "workers": [{**machine, "id": 1, "port": 29872}],
+        "coordinator": home,
+        "workers": [{**worker, "id": 1}],
         "shard_plan": [{"id": "local", "start": 0, "end": 1}, {"id": 1, "start": 1, "end": 2}],
         "model": {"name_or_path": "model"},
         "adapter": {"target_modules": "all-linear"},
