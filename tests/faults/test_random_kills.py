@@ -11,7 +11,7 @@ SEEDS = range(3)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_a_run_killed_at_random_moments_leaves_what_the_undisturbed_one_does(
