@@ -170,7 +170,7 @@ def test_worker_that_stays_away_is_given_up_when_its_time_is_over(monkeypatch):
 
 def reached(run_id: str | None, closed: bool = False) -> worker_links._Reached:
     """As worker 1 is that serves this run, or none yet."""
-    parts = SimpleNamespace(peer=1, closed=closed), SimpleNamespace(run_id=run_id)
+    parts = SimpleNamespace(peer=1, closed=closed), SimpleNamespace(run_id=run_id, own_port=None)
     return worker_links._Reached(*parts)  # type: ignore[arg-type]
 
 
