@@ -269,21 +269,22 @@ class Worker:
         entry = self._entry
         self._device.use()
         what = f"{self._device.name}, {self._device.label}"
-        beside: Listener | None = None
+        ways: list[tuple[Callable[[], None], Callable[[], None]]] = []  # for peers, and their ends
         if entry.port is None:
-            bring, bring_no_more = self._outbound.run, self._outbound.close
-            if self._has_neighbours:
-                beside = Listener(addresses.LOOPBACK, 0)
-                self._own_port = beside.port
-                in_background(partial(self._acceptor.run, beside), "neighbours")
+            ways.append((self._outbound.run, self._outbound.close))
+            cards = [w for w in self._config.workers if key_owner(w.id) == key_owner(entry.id)]
+            if len(cards) > 1:
+                listener = Listener(addresses.LOOPBACK, 0)
+                self._own_port = listener.port
+                ways.append((partial(self._acceptor.run, listener), listener.close))
             _log.info("worker %s dials %s (%s)", entry.id, self._outbound.where, what)
         else:
             _check_name(self._config, entry)
             listener = self._listener(entry.port)
-            bring, bring_no_more = partial(self._acceptor.run, listener), listener.close
+            ways.append((partial(self._acceptor.run, listener), listener.close))
             where = host_and_port(entry.ip, entry.port)
             _log.info("worker %s listens on %s (%s)", entry.id, where, what)
-        bringing = in_background(bring, "coordinators")
+        bringing = [in_background(bring, "peers") for bring, _ in ways]
         try:
             try:
                 self._serve_runs(bringing, should_stop)
@@ -296,21 +297,22 @@ class Worker:
                 with suppress(HeteroError, LinkGone):
                     self._send(Message(m.Leaving(self._told)))
         finally:
-            bring_no_more()
-            if beside is not None:
-                beside.close()
+            for _, end in ways:
+                end()
             self._acceptor.close()
             if self._connection is not None:
                 self._connection.close()
             self._forget_run()
-            bringing.result(timeouts.EXIT_S)
+            for way in bringing:
+                way.result(timeouts.EXIT_S)
         if self._told is not None:
             raise _stopped(self._told)
 
-    def _serve_runs(self, bringing: Future[None], should_stop: Callable[[], bool]) -> None:
+    def _serve_runs(self, bringing: list[Future[None]], should_stop: Callable[[], bool]) -> None:
         while not self._done and not should_stop():
-            if bringing.done():  # no coordinator would come any more
-                bringing.result()
+            for way in bringing:
+                if way.done():  # no peer would come that way any more
+                    way.result()
             if self._ending is not None:  # was raised where Python drops exceptions
                 raise _Terminated(self._ending)
             try:
@@ -334,12 +336,6 @@ class Worker:
             self._report(failed)
             _log.error("the run failed here: %s", failed.message)
             self._leave()
-
-    @property
-    def _has_neighbours(self) -> bool:
-        """Whether other workers are cards of the same machine."""
-        others = (worker.id for worker in self._config.workers if worker.id != self._entry.id)
-        return key_owner(self._entry.id) in map(key_owner, others)
 
     def _listener(self, port: int) -> Listener:
         try:
@@ -549,8 +545,11 @@ class Worker:
     # -- connections ----------------------------------------------------------------------------
 
     def _greet(self, stream: Stream, identity: Identity | None) -> None:
-        """Begin an accepted connection; without keys the peer has yet to identify itself."""
-        if identity is None:
+        """Begin an accepted connection; without keys the peer has yet to identify itself. A worker
+        that dials the coordinator accepts other workers alone."""
+        if self._entry.port is None:
+            name, role = str(identity or f"a worker at {stream.peer}"), m.LISTENER
+        elif identity is None:
             name, role = f"coordinator {stream.peer}", None
         elif identity.keeps:
             name, role = f"coordinator {stream.peer}", m.WORKER

@@ -11,6 +11,7 @@ import pytest
 
 from hetero_framework import cli
 from hetero_framework.config import PLAN_FILE
+from tests.certificates import keys_of
 from tests.installed import needs
 from tests.integration.test_parity import LORA, assert_same_runs
 from tests.pools import TRAINING, hetero, started
@@ -74,16 +75,18 @@ def test_one_command_trains_on_all_cards_and_one_may_be_killed(
     assert_same_runs(file.with_name("run"), whole)
 
 
+@pytest.mark.parametrize("keyed", [True, False], ids=["keys", "no keys"])
 def test_one_worker_command_serves_all_cards_and_one_may_be_killed(
-    written, whole, killed, tmp_path, capsys
+    keyed, written, whole, killed, tmp_path, capsys
 ):
     box = {"id": "box", "hostname": "laptop.invalid", "devices": ["cpu", "cpu"]}
     file = written(plan_of(("local", 2), ("box", 4), ("box@2", 6)), [box])
     killed("worker-box@2")
     log = tmp_path / "worker.log"
-    worker = started(log, "worker", "--config", str(file), "--worker-id", "box")
+    words = ["--keys", str(keys_of(tmp_path / "keys", "local", "box").path)] if keyed else []
+    worker = started(log, "worker", "--config", str(file), "--worker-id", "box", *words)
     try:
-        assert cli.main(["train", "--config", str(file)]) == 0
+        assert cli.main(["train", "--config", str(file), *words]) == 0
         assert worker.wait(60) == 0, log.read_text()
     finally:
         worker.kill()

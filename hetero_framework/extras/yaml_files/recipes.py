@@ -60,8 +60,8 @@ def recipes() -> dict[str, Path]:
     if _CHECKOUT.is_dir():
         found = [*_CHECKOUT.glob("*.yaml")]
     else:
-        installed = [d.files for d in distributions(name="hetero-framework") if d.files]
-        found = [Path(str(f.locate())) for f in [*installed, []][0] if f.parent.name == "recipes"]
+        installed = (d.files for d in distributions(name="hetero-framework") if d.files)
+        found = [Path(str(f.locate())) for f in next(installed, []) if f.parent.name == "recipes"]
     return {file.stem: file for file in sorted(found)}
 
 

@@ -18,13 +18,15 @@ import psutil
 import pytest
 
 from hetero_framework.cli import main
+from hetero_framework.cluster import roles
+from hetero_framework.config import PLAN_FILE
 from hetero_framework.errors import ConfigError
 from hetero_framework.extras.watch.commands.watch import RunBeside
 from hetero_framework.extras.watch.page_server import PageServer
 from tests.extras.watch.pages import Client
 from tests.extras.watch.test_page_server import Told
 from tests.planting import STRANGER, plant
-from tests.samples import machines_here
+from tests.samples import machines_here, plan_of
 from tests.waiting import WAIT_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_left_here")
@@ -105,6 +107,19 @@ def test_of_a_run_without_a_page_the_files_are_shown(run):
         found = client.until(lambda news: news.get("of") == "metrics")
         assert found["line"] == {"step": 1, "loss": 2.0}
         client.state("running")
+
+
+def test_all_devices_of_this_machine_are_shown_as_they_are_found(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(roles, "devices_here", lambda: ["cpu", "cpu"])
+    plan = plan_of(("local", 2), ("coordinator@2", 6))
+    (run / PLAN_FILE).write_text(json.dumps({"shard_plan": plan}))
+    home = {"ip": "127.0.0.1", "port": 1024, "devices": "all"}
+    sections = {"model": {"name_or_path": "m"}, "data": {"train": "d"}, "shard_plan": "auto"}
+    raw = {"coordinator": home, **sections, "training": {"output_dir": str(run)}}
+    (tmp_path / "run.json").write_text(json.dumps(raw))
+    with PageServer([RunBeside(str(tmp_path / "run.json"))]) as server:
+        found = Client(server.address).until(lambda news: "machines" in news)
+    assert [machine["owner"] for machine in found["machines"]] == ["local", "coordinator@2"]
 
 
 def test_its_page_is_followed_as_soon_as_it_has_one(run):
