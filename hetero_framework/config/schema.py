@@ -1158,8 +1158,9 @@ class Config(WholeFile):
         """Validate a dictionary of JSON types; relative paths start at `base_dir`, else at the
         current directory. ConfigError has all problems; PlanError when all are in the plan."""
         valid: dict[str, Any] = {}
-        raw, of_extras = with_cards(raw), registry.entries("sections")
-        raw = {key: v for key, v in raw.items() if v is not None or key not in of_extras}
+        raw, known = with_cards(raw), registry.entries("sections")
+        unset = [k for k, v in raw.items() if v is None and (k in known or registry.lacking(k))]
+        raw = {key: v for key, v in raw.items() if key not in unset}
         raw, left_out = without_harmless(raw, schema_for(Config, raw))
         schema = schema_for(Config, raw)
         problems = list(text_problems(raw))
@@ -1169,9 +1170,9 @@ class Config(WholeFile):
         try:
             config = schema.model_validate_json(json.dumps(given, default=_json), context=valid)
         except ValidationError as error:
-            known = {problem.path for problem in problems}
+            found = {problem.path for problem in problems}
             invalid = problems_of(error.errors(include_url=False), schema, raw)
-            problems += [problem for problem in invalid if problem.path not in known]
+            problems += [problem for problem in invalid if problem.path not in found]
         if is_auto:
             valid.pop("shard_plan", None)
         problems += [*_disagreements(valid), *disagreements(schema, valid)]

@@ -13,7 +13,7 @@ from hetero_framework.config import Config, TrainingConfig
 from hetero_framework.config.composition import whole_schema, with_extras
 from hetero_framework.config.objectives import needs_of
 from hetero_framework.errors import ConfigError
-from tests.installed import whole
+from tests.installed import needs, whole
 
 PreferenceSettings = pytest.importorskip(
     "hetero_framework.extras.preferences.settings"
@@ -28,6 +28,7 @@ PLAIN: dict[str, Any] = {
     "data": {"train": "a"},
     "training": {"max_steps": 3},
 }
+pytestmark = needs("islands")
 ISLAND = {"name": "a", "lighthouse": "127.0.0.1:29510"}
 
 

@@ -383,7 +383,7 @@ def test_streaming_that_saves_no_memory_is_warned_of():
         assert all(line.startswith(text) for line, text in zip(lines, said, strict=True))
 
 
-@needs("pictures")
+@needs("chains", "pictures")
 def test_inputs_of_a_chain_stay():
     raw = changed("training.activation_offloading", True)
     assert Config.from_dict(raw).training.activation_offloading
