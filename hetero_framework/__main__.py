@@ -3,6 +3,7 @@
 import atexit
 import gc
 import sys
+from importlib.machinery import PathFinder
 
 from hetero_framework.trainer.signals import STOPPED, hearing
 
@@ -14,7 +15,8 @@ def main() -> int:
     with hearing(sys.argv[1:], ends=True):
         from hetero_framework import cli, log
 
-        sys.meta_path.insert(0, log.SlowImports())
+        # Behind the finders of others, which may replace a library.
+        sys.meta_path.insert(sys.meta_path.index(PathFinder), log.SlowImports())
         return cli.main()
     return STOPPED
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.cluster.roles import devices_here
-from hetero_framework.commands.init import Answers, checked_data, propose, settled
+from hetero_framework.commands.init import Answers, beside, checked_data, propose, settled
 from hetero_framework.commands.options import DEFAULT_CONFIG
 from hetero_framework.config import COORDINATOR_PORT, Config, load_config
 from hetero_framework.config.load import apply_override
 from hetero_framework.config.strict_json import read_object
+from hetero_framework.config.text_limits import PATHS
 from hetero_framework.core import addresses
 from hetero_framework.core.files import NamingOf, write_json
 from hetero_framework.errors import UserError
@@ -36,7 +37,10 @@ class FirstRun:
     def file(self) -> Path:
         """Where the configuration goes."""
         name = Path(str(self.answers.model)).expanduser().resolve().name
-        return Path(self.output_dir or Path("runs", name)).absolute() / DEFAULT_CONFIG
+        given = [text.partition("=") for text in self.settings]
+        asked = [value for path, _, value in given if path == "training.output_dir"]
+        place = self.output_dir or (asked or [Path("runs", name)])[-1]
+        return Path(place).expanduser().absolute() / DEFAULT_CONFIG
 
     def config(self) -> Config:
         """The configuration, which is not written. Raises UserError."""
@@ -68,11 +72,13 @@ class FirstRun:
             raise UserError("--model needs training data: --data FILE, or a dataset's name")
         checked_data(self.answers.data)
         raw = proposed(settled(self.answers, self.file))
-        raw["training"]["output_dir"] = "."
         if any(setting.startswith("training.max_steps=") for setting in self.settings):
             del raw["training"]["num_train_epochs"]  # it would have no effect
         for setting in self.settings:
-            apply_override(raw, setting)
+            path, _, text = setting.partition("=")
+            local = PATHS.fullmatch(path) and beside(text, self.file)
+            apply_override(raw, f"{path}={local}" if local else setting)
+        raw["training"]["output_dir"] = "."
         return raw
 
 

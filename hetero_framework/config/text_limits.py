@@ -19,7 +19,7 @@ _ELSEWHERE = (
 )
 # A token of the tokenizer may well be a line feed; these settings are handed on as they are.
 _FREE = re.compile(r"data\.(eos|pad)_token|(data|training)\.\w+_kwargs|model\.from_config")
-_PATHS = re.compile(
+PATHS = re.compile(
     r"model\.(name_or_path|tokenizer)|adapter\.init_from|data\.chat_template_path|checkpoint_dir"
     r"|data\.(train|eval)(\[\d+\])?|training\.(output_dir|logging_dir)"
 )
@@ -52,7 +52,7 @@ def text_problems(raw: Any) -> Iterator[Problem]:
             yield Problem(path, f"holds a secret, or is meant to{_ELSEWHERE}")
         elif any(unicodedata.category(char) == "Cc" for char in value):
             yield Problem(path, "holds a control character, which no name and no path has")
-        elif _PATHS.fullmatch(path):
+        elif PATHS.fullmatch(path):
             matches = ((re.search(pattern, value), text) for pattern, text in _OF_SHELLS)
             for match, text in matches:
                 if match:

@@ -80,8 +80,11 @@ def test_a_dictionary_is_a_section(configured):
 
 @pytest.mark.parametrize(
     ("adapter", "rank", "kind"),
-    [(None, None, None), ("lora", 16, None), (LoraConfig(r=4), 4, None)],
-    ids=["none", "lora", "of peft"],
+    [
+        pytest.param(None, None, None, id="none"),
+        pytest.param("lora", 16, None, id="lora"),
+        pytest.param(LoraConfig(r=4), 4, None, id="of peft", marks=needs("convert")),
+    ],
 )
 def test_adapters(adapter, rank, kind, configured):
     config = configured(adapter=adapter, train_dataset=TEXTS).config

@@ -14,6 +14,7 @@ from hetero_framework.commands.init import Answers
 from hetero_framework.config import load_config
 from hetero_framework.core import devices
 from hetero_framework.errors import UserError
+from tests.installed import needs
 from tests.samples import save_llama, save_texts
 
 
@@ -66,6 +67,17 @@ def test_the_file_is_in_the_output_directory_with_paths_that_hold_there(answers,
     assert config.path(config.data.train) == tmp_path / "train.jsonl"
 
 
+def test_paths_of_settings_start_where_the_command_is_called(answers, tmp_path):
+    save_texts(tmp_path / "dev.jsonl", 2)
+    settings = ["data.eval=dev.jsonl", "training.output_dir=out", "data.max_length=32"]
+    file = FirstRun(answers, settings=settings).written()
+    assert file == tmp_path / "out" / "hetero_config.json"
+    config = load_config(file)
+    assert config.output_dir == file.parent
+    assert config.path(config.data.eval) == tmp_path / "dev.jsonl"
+    assert config.data.max_length == 32
+
+
 def test_the_same_options_use_the_file_again_and_others_are_refused(answers, cards):
     cards("cuda:0", "cuda:1")
     file = FirstRun(answers).written()
@@ -88,8 +100,16 @@ def test_the_same_options_use_the_file_again_and_others_are_refused(answers, car
         (["--model", "./nothing", "--data", "train.jsonl"], "there is no directory ./nothing"),
         (["--model", "org/typo", "--data", "train.jsonl", "--output-dir", "runs"], "org/typo"),
         (["--model", "llama", "--data", "./nothing.jsonl"], "there is no file ./nothing.jsonl"),
-        (["--model", "llama", "--data", "train.jsonl", "--objective", "dop"], 'did you mean "dpo"'),
-        (["--model", "llama", "--data", "train.jsonl", "--objective", "dpo"], "is not for data"),
+        pytest.param(
+            ["--model", "llama", "--data", "train.jsonl", "--objective", "dop"],
+            'did you mean "dpo"',
+            marks=needs("preferences"),
+        ),
+        pytest.param(
+            ["--model", "llama", "--data", "train.jsonl", "--objective", "dpo"],
+            "is not for data",
+            marks=needs("preferences"),
+        ),
         (["--model", "llama", "--data", "train.jsonl", "--set", "training.max_stepz=3"], "unknown"),
         (["--model", "llama", "--config", "other.json"], "leave out --config"),
         (["--data", "train.jsonl", "--adapter", "none"], "--data and --adapter go with --model"),

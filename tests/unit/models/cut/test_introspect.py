@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from hetero_framework.models.cut.introspect import IDS, Provenance, layer_kinds
+from tests.installed import needs
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 99}
 
@@ -15,6 +16,7 @@ def test_layers_of_a_plain_model_are_all_alike():
     assert layer_kinds(AutoConfig.for_model("llama", **SMALL, num_hidden_layers=3)) == [0, 0, 0]
 
 
+@needs("classification")
 def test_modules_that_print_their_values_are_compared_without_values():
     config = AutoConfig.for_model("ibert", **SMALL, num_hidden_layers=2)
     config.architectures = ["IBertForSequenceClassification"]
