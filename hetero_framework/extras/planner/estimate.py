@@ -205,8 +205,9 @@ def _about(
     for name in dict.fromkeys(device.generation for device in known.values()):
         reached = next(d for d in known.values() if d.generation == name).efficiency
         assumed.append(
-            f"{name}: at most {share(reached.compute)} of the arithmetic, {share(reached.bandwidth)} of the"
-            f" memory's speed, {share(reached.usable_memory)} of the memory for layers"
+            f"{name}: at most {share(reached.compute)} of the arithmetic,"
+            f" {share(reached.bandwidth)} of the memory's speed,"
+            f" {share(reached.usable_memory)} of the memory for layers"
         )
     cards = {id: device for id, device in known.items() if device.host_bytes}
     if cards:

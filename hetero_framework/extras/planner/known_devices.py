@@ -105,8 +105,8 @@ class KnownDevice:
         width: float = math.inf,
         tensors: int = 1,
     ) -> float:
-        """Seconds of a pass with `tensors` tensors of weights. It is bounded by arithmetic, of which
-        a model of small `width` reaches less, by memory, or by the start of kernels. Before
+        """Seconds of a pass with `tensors` tensors of weights. It is bounded by arithmetic, of
+        which a model of small `width` reaches less, by memory, or by the start of kernels. Before
         that it unpacks `unpacked` numbers of quantised weights."""
         reached, peak = self.efficiency, self.half_flops if half else self.float_flops
         peak *= reached.compute / (1 + float(_table()["half_width"]) / width)
