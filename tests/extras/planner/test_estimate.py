@@ -84,7 +84,7 @@ def test_a_model_and_names_of_devices_are_enough(estimated):
     assert profile.layers == 8
     # Bounded by arithmetic, 165.2 against 25.5 TFLOPS, or by memory, 1008 against 360 GB/s.
     ratio = slow.layer_forward_s[0] / fast.layer_forward_s[0]
-    assert 1008 / 360 < ratio < 165.2 * 0.95 / (25.5 * 0.85)
+    assert 1008 / 360 < ratio < 1.001 * 165.2 * 0.95 / (25.5 * 0.85)
     assert {link.bytes_per_s for link in profile.links} == {0.94 * 10e9 / 8}
     assert sorted(path.name for path in Path().iterdir()) == ["fleet.json", "model"]
 
