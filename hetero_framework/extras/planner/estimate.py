@@ -202,11 +202,12 @@ def _about(
 ) -> dict[str, Any]:
     speeds = ", ".join(dict.fromkeys(bit_rate(rate) for rate in rates.values()))
     assumed = [f"networks of {speeds}, {_LATENCY_S * 1e3:g} ms"]
-    for kind in dict.fromkeys(device.kind for device in known.values()):
-        reached = next(d for d in known.values() if d.kind == kind).efficiency
+    for name in dict.fromkeys(device.generation for device in known.values()):
+        reached = next(d for d in known.values() if d.generation == name).efficiency
         assumed.append(
-            f"{kind}: {share(reached.compute)} of the arithmetic, {share(reached.bandwidth)} of the"
-            f" memory's speed, {share(reached.usable_memory)} of the memory for layers"
+            f"{name}: at most {share(reached.compute)} of the arithmetic,"
+            f" {share(reached.bandwidth)} of the memory's speed,"
+            f" {share(reached.usable_memory)} of the memory for layers"
         )
     cards = {id: device for id, device in known.items() if device.host_bytes}
     if cards:
@@ -342,13 +343,14 @@ def _links(
 def _cost(work: ModelWork, device: KnownDevice) -> ModelCost:
     """The estimated costs of the model's parts on a device."""
 
-    def seconds(flops: float, nbytes: float, unpacked: float) -> float:
-        return device.seconds(flops, nbytes, unpacked, half=work.half)
-
     def part(piece: PartWork, kept: int = 0, again: int = 0) -> PartCost:
-        forward_s = seconds(piece.forward_flops, piece.forward_bytes, piece.unpacked)
+        def seconds(flops: float, nbytes: float) -> float:
+            about = {"half": work.half, "width": work.width, "tensors": piece.tensors}
+            return device.seconds(flops, nbytes, piece.unpacked, **about)
+
+        forward_s = seconds(piece.forward_flops, piece.forward_bytes)
         backward = piece.backward_flops, piece.backward_bytes
-        backward_s = seconds(*backward, piece.unpacked) if any(backward) else 0.0
+        backward_s = seconds(*backward) if any(backward) else 0.0
         return PartCost(forward_s, backward_s, forward_s if backward_s else 0.0, kept, again)
 
     layers = {

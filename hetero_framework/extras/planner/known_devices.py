@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -29,6 +30,7 @@ _CPU = re.compile(
     r"|ampere altra|neoverse|cortex)\b",
     re.IGNORECASE,
 )
+_PROCESSOR = re.compile(r", \d+ cores$")
 _ASSUMED_CORES, _ASSUMED_GIB = 8, 16  # for a CPU whose text has neither
 _WORD = re.compile(r"[a-z]+|\d+")
 _VARIANTS = frozenset({"ti", "super", "pro", "max", "ultra", "xt", "xtx", "gre"})
@@ -39,8 +41,8 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The shares of its figures that a kind of device reaches in training, and the seconds that it
-    takes to start the kernels of a layer."""
+    """The shares of its figures that a generation of devices reaches in training, and the seconds
+    in which the kernels of one tensor of weights are started. `compute` is for wide models."""
 
     compute: float
     bandwidth: float
@@ -55,7 +57,7 @@ class KnownDevice:
     is the machine's memory besides a card's own; `host_is_assumed` if it was not given."""
 
     name: str
-    kind: str
+    generation: str
     memory_bytes: float
     half_flops: float
     float_flops: float
@@ -63,6 +65,11 @@ class KnownDevice:
     source: str
     host_bytes: float = 0.0
     host_is_assumed: bool = False
+
+    @property
+    def kind(self) -> str:
+        """ "gpu" for a card with memory of its own, "unified", "apple" or "cpu" for the others."""
+        return str(_table()["generations"][self.generation][0])
 
     @property
     def usable_host_bytes(self) -> float:
@@ -80,20 +87,32 @@ class KnownDevice:
 
     @property
     def efficiency(self) -> Efficiency:
-        return Efficiency(**_table()["kinds"][self.kind])
+        kind, compute = _table()["generations"][self.generation]
+        return Efficiency(compute, **_table()["kinds"][kind])
 
     @property
     def usable_bytes(self) -> float:
         """Memory that layers can fill."""
         return self.memory_bytes * self.efficiency.usable_memory
 
-    def seconds(self, flops: float, nbytes: float, unpacked: float, *, half: bool) -> float:
-        """Seconds of work on the device, bounded by its arithmetic or by its memory, with the pass
-        before it that unpacks `unpacked` numbers of quantised weights."""
+    def seconds(
+        self,
+        flops: float,
+        nbytes: float,
+        unpacked: float,
+        *,
+        half: bool,
+        width: float = math.inf,
+        tensors: int = 1,
+    ) -> float:
+        """Seconds of a pass with `tensors` tensors of weights. It is bounded by arithmetic, of
+        which a model of small `width` reaches less, by memory, or by the start of kernels. Before
+        that it unpacks `unpacked` numbers of quantised weights."""
         reached, peak = self.efficiency, self.half_flops if half else self.float_flops
+        peak *= reached.compute / (1 + float(_table()["half_width"]) / width)
         rate = self.bandwidth * reached.bandwidth
         unpacking_s = unpacked * float(_table()["unpacking_bytes"]) / rate
-        return reached.start_s + unpacking_s + max(flops / (peak * reached.compute), nbytes / rate)
+        return unpacking_s + max(reached.start_s * tensors, flops / peak, nbytes / rate)
 
 
 def factor() -> float:
@@ -115,6 +134,7 @@ def known_device(
     the longest name counts. `memory_bytes` is the device's memory, `host_bytes` the memory of a
     card's machine, if known. A CPU without figures is taken to have 16 GB, a card's machine 32 GB.
     Raises UserError for a device that is not in the table, or whose memory is not known."""
+    text = text.replace("MAX+", "MAX").replace("Max+", "Max")  # AMD's; no memory follows the plus
     said = _HOST.search(text)
     named = _HOST.sub("", text, count=1).strip()
     if "+" in named:
@@ -126,7 +146,8 @@ def known_device(
     if device.kind != "gpu":
         if said is not None:
             raise UserError(
-                f"{text!r}: a CPU and a Mac have no memory beside that of their machine",
+                f"{text!r}: a CPU, a Mac and other devices that share their machine's memory have"
+                " no memory beside it",
                 hint="say the memory of all, as in Apple M2 Max 64GB",
             )
         return device
@@ -139,9 +160,11 @@ def _device(text: str, memory_bytes: float | None) -> KnownDevice:
     if figures := _FIGURES.fullmatch(text.strip()):
         gib, tflops, gbs = map(float, figures.groups())
         return KnownDevice(
-            text.strip(), "gpu", gib * _GIB, tflops * 1e12, tflops * 1e12, gbs * 1e9, "as given"
+            text.strip(), "unknown", gib * _GIB, tflops * 1e12, tflops * 1e12, gbs * 1e9, "as given"
         )
     fitting = [row for row in _table()["devices"] if _is_called(row[0], text)]
+    if _PROCESSOR.search(text):  # its name may have that of a GPU on the same chip
+        fitting = [row for row in fitting if row[1] == "cpu"]
     device = _of(max(fitting, key=lambda row: len(row[0]))) if fitting else _cpu(text)
     if device is None:
         raise UserError(f"{text!r} is not a known device", hint=_hint(text))
@@ -202,9 +225,11 @@ def _words(name: str) -> list[str]:
 
 
 def _of(row: list[Any]) -> KnownDevice:
-    name, kind, gib, half, single, gbs, source = row
+    name, generation, gib, half, single, gbs, source = row
     page = _table()["sources"][source]
-    return KnownDevice(name, kind, (gib or 0) * _GIB, half * 1e12, single * 1e12, gbs * 1e9, page)
+    return KnownDevice(
+        name, generation, (gib or 0) * _GIB, half * 1e12, single * 1e12, gbs * 1e9, page
+    )
 
 
 def _cpu(text: str) -> KnownDevice | None:

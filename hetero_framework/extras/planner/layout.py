@@ -96,6 +96,7 @@ class _Costs:
         self.recomputed_bytes = sums([max(0.0, stored - leaving) for stored, leaving in pairs])
         self.largest_bytes = max(kept) + VISITING_INPUTS * self.largest_input
         self._frozen = of_layers(device.layer_frozen_bytes)
+        self.step_bytes = sums(device.layer_step_bytes)
         self._is_even = min(self._frozen) == max(self._frozen)
         rate, self.host_bytes = device.host_to_device_bytes_per_s, device.host_bytes
         self.states_bytes = sums(device.layer_host_bytes)
@@ -185,8 +186,12 @@ class Fleet:
 
     def fetch_s(self, part: Part) -> float:
         """Seconds in which a pass fetches streamed layers, without the layers that are still on the
-        device when the direction turns."""
+        device when the direction turns. Trained layers visit once for all micro-batches of a step;
+        what moves for that counts as half a step's for each direction."""
         costs, count = self.costs[part.device], part.offload
+        if step := (costs.step_bytes[part.end] - costs.step_bytes[part.start]) * count:
+            passes = 2 * self.micro_batches * (part.end - part.start)
+            return step / passes / costs.device.host_to_device_bytes_per_s
         total, _ = costs.streamed_bytes(part.start, part.end, count) if count else (0.0, 0.0)
         stays = slots_of(count) if self.stores(part) else count - layers_in_turn(count)
         moved = total * (count - stays) / max(1, count)

@@ -18,6 +18,7 @@ from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.config.section import WholeFile, WorkerId, with_unit
 from hetero_framework.config.strict_json import read_object
 from hetero_framework.errors import ConfigError
+from hetero_framework.models.sizing import streaming
 
 if TYPE_CHECKING:
     from hetero_framework.models.sizing.memory import StageMemory
@@ -55,7 +56,7 @@ _NONE = (0.0,)
 _OF_LAYERS = (
     *("layer_forward_s", "layer_backward_s", "layer_recompute_s", "layer_bytes"),
     *("activation_bytes_per_layer", "activation_bytes_recomputed", "layer_frozen_bytes"),
-    *("layer_host_bytes", "layer_input_bytes"),
+    *("layer_host_bytes", "layer_input_bytes", "layer_step_bytes"),
 )
 
 
@@ -102,6 +103,9 @@ class DeviceProfile(Section):
     layer_input_bytes: BytesOfLayers = _NONE
     """A layer's stored input. Where activations are computed again, it is in the machine's memory
     until the layer's backward; 0: it stays on the device."""
+    layer_step_bytes: BytesOfLayers = _NONE
+    """Bytes that move in a step for a layer whose visiting part is trained; 0: it is frozen, and
+    comes for each micro-batch."""
     host_to_device_bytes_per_s: Rate = 0.0
     """Rate of copies from pinned memory of the machine."""
     device_to_host_bytes_per_s: Rate = 0.0
@@ -179,9 +183,12 @@ def bytes_of_parts(memory: Sequence[StageMemory], *, one_memory: bool = False) -
     """Fields of a `DeviceProfile`: the needs of embedding, layers and head on the device.
     `one_memory`: the device shares the machine's memory."""
     embedding, *layers, head = (part.placed(part.device, one_memory=one_memory) for part in memory)
+    visits = streaming.TRAINED_LAYERS_VISIT and not any(map(sum, (part.frozen for part in layers)))
+    moved = [streaming.visit_bytes(p.weights, p.gradients, p.states) for p in layers]
     return {
         "layer_bytes": [part.kept for part in layers],
-        "layer_frozen_bytes": [sum(part.frozen) for part in layers],
+        "layer_frozen_bytes": [part.kept if visits else sum(part.frozen) for part in layers],
+        "layer_step_bytes": [bytes_ * visits for bytes_ in moved],
         "embedding_bytes": embedding.kept,
         "head_bytes": head.kept + head.logits,
         "activation_bytes_per_layer": [part.per_micro_batch for part in layers],

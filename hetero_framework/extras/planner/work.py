@@ -37,20 +37,22 @@ _EXPERTS_PER_TOKEN = (
 @dataclass(frozen=True)
 class PartWork:
     """Floating-point operations of one micro-batch, and bytes between device and memory.
-    `unpacked` numbers of quantised weights are unpacked for forward, and again for backward."""
+    `unpacked` numbers of quantised weights are unpacked for forward, and again for backward. Each
+    of `tensors` tensors of weights has kernels of its own."""
 
     forward_flops: float
     backward_flops: float
     forward_bytes: float
     backward_bytes: float
     unpacked: float
+    tensors: int
 
 
 @dataclass(frozen=True)
 class ModelWork:
     """The work of a model's parts. At most `hidden_numbers` of type `dtype` cross a boundary. The
     memory of embedding, layers and head is `memory` without gradient checkpointing and
-    `recomputing` with it. `half`: the arithmetic has 16 bits."""
+    `recomputing` with it. `half`: the arithmetic has 16 bits. `width` is the hidden size."""
 
     embedding: PartWork
     layers: list[PartWork]
@@ -60,6 +62,7 @@ class ModelWork:
     hidden_numbers: int
     dtype: str
     half: bool
+    width: int
 
 
 def model_work(config: Config, model: PretrainedConfig) -> ModelWork:
@@ -99,6 +102,7 @@ def model_work(config: Config, model: PretrainedConfig) -> ModelWork:
         _largest_bundle(shapes.setting(config, tokens), shapes) // shapes.number_bytes,
         shapes.dtype,
         half=training.bf16 or training.fp16 or shapes.number_bytes == 2,
+        width=int(shapes.text.hidden_size),
     )
 
 
@@ -127,6 +131,8 @@ class _PartShapes:
         every = shapes.trains_everything  # a tied head is trained, too
         self._trained = sum(n for name, n in self._numbers.items() if every or name in trained)
         self.trains = bool(trained)
+        added = [name for name in trained if name not in shapes.numbers]
+        self._tensors = sum(shapes.skeleton.holds(n, rng) for n in shapes.numbers) + len(added)
 
     def work(self, rows: int, tokens: int, differentiates: bool) -> PartWork:
         """The work of the part. `differentiates`: something in it or below it is trained."""
@@ -144,13 +150,16 @@ class _PartShapes:
         weights = memory.weights + 2.0 * unpacked  # products read 16 bits for each
         forward_bytes = weights + 2.0 * kept
         if not differentiates:
-            return PartWork(products + added + attention, 0.0, forward_bytes, 0.0, unpacked)
+            return PartWork(
+                products + added + attention, 0.0, forward_bytes, 0.0, unpacked, self._tensors
+            )
         return PartWork(
             products + added + attention,
             products + trained + 2 * (added + attention),
             forward_bytes,
             weights + 2.0 * kept + 2.0 * memory.gradients,
             unpacked,
+            self._tensors,
         )
 
     def _unpacked(self) -> int:

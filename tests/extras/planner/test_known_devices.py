@@ -31,6 +31,16 @@ TABLE = json.loads(FILE.read_text(encoding="utf-8"))
         ("AMD Ryzen 9 7950X 16-Core Processor 64GB", "Ryzen 9 7950X"),
         ("Intel(R) Core(TM) i9-13900K 64GB", "Core i9-13900K"),
         ("Apple GPU (Apple M1 Max) 64GB", "Apple M1 Max"),
+        ("NVIDIA GB10", "GB10"),
+        ("NVIDIA DGX Spark", "DGX Spark"),
+        ("AMD Radeon 8060S Graphics 96GB", "Radeon 8060S"),
+        ("AMD RYZEN AI MAX+ 395 128GB", "Ryzen AI Max+ 395"),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", "RTX 5090 Laptop"),
+        ("NVIDIA RTX PRO 4500 Blackwell", "RTX PRO 4500"),
+        ("Apple M5 Max 128GB", "Apple M5 Max"),
+        ("Apple M4 Pro 48GB", "Apple M4 Pro"),
+        ("Intel(R) Arc(TM) B580 Graphics", "Arc B580"),
+        ("AMD Instinct MI355X", "MI355X"),
     ],
 )
 def test_devices_are_found_by_names_of_people_and_drivers(text, name):
@@ -97,17 +107,49 @@ def test_an_unknown_device_is_refused_with_advice(text, said, hint):
     assert hint in str(raised.value.hint)
 
 
-def test_time_is_bounded_by_arithmetic_or_by_memory():
+def test_time_is_bounded_by_arithmetic_memory_or_the_start_of_kernels():
     device = known_device("RTX 3090")
     reached = device.efficiency
-    computing = device.seconds(1e12, 1.0, 0.0, half=True) - reached.start_s
+    computing = device.seconds(1e12, 1.0, 0.0, half=True)
     assert computing == pytest.approx(1 / (71 * reached.compute))
-    moving = device.seconds(1.0, 936e9, 0.0, half=True) - reached.start_s
-    assert moving == pytest.approx(1 / reached.bandwidth)
+    assert device.seconds(1.0, 936e9, 0.0, half=True) == pytest.approx(1 / reached.bandwidth)
     assert device.seconds(1e12, 1.0, 0.0, half=False) > computing
     # Unpacking comes before the product: neither hides behind the other.
-    packed = device.seconds(1e12, 1.0, 1e9, half=True) - reached.start_s - computing
-    assert packed == pytest.approx(13e9 / (936e9 * reached.bandwidth))
+    packed = device.seconds(1e12, 1.0, 1e9, half=True) - computing
+    assert packed == pytest.approx(14e9 / (936e9 * reached.bandwidth))
+    starting = device.seconds(1.0, 1.0, 0.0, half=True, tensors=21)
+    assert starting == pytest.approx(21 * reached.start_s)
+    assert device.seconds(1e12, 1.0, 0.0, half=True, tensors=21) == computing
+
+
+def test_narrow_models_reach_less_of_the_arithmetic():
+    device = known_device("A100 80GB")
+    narrow, wide = (device.seconds(1e13, 1.0, 0.0, half=True, width=w) for w in (1024, 4096))
+    assert narrow / wide == pytest.approx((1 + 450 / 1024) / (1 + 450 / 4096))
+
+
+def test_generations_reach_unlike_shares_of_their_figures():
+    names = ["RTX 4090", "A100", "H100", "MI300X"]
+    shares = [known_device(name).efficiency.compute for name in names]
+    assert shares == sorted(shares, reverse=True)
+    assert len({*shares}) == len(names)
+
+
+@pytest.mark.parametrize(
+    "name", ["DGX Spark", "GB10", "Ryzen AI Max+ 395 128GB", "Strix Halo 64GB"]
+)
+def test_devices_with_unified_memory_have_none_beside_it(name):
+    device = known_device(name)
+    assert (device.kind, device.host_bytes, device.host_link) == ("unified", 0, 0)
+    with pytest.raises(UserError, match="have no memory beside it"):
+        known_device(f"{name} +64GB")
+
+
+def test_a_processor_is_not_the_gpu_on_its_chip():
+    label = "AMD RYZEN AI MAX+ 395 w/ Radeon 8060S, 16 cores"
+    assert known_device(label, memory_bytes=64 * GIB).kind == "cpu"
+    found = known_device("Ryzen 9 5950X, 16 cores", memory_bytes=64 * GIB)
+    assert found.name == "Ryzen 9 5950X"
 
 
 def test_the_memory_of_a_cards_machine_may_be_said():
@@ -125,7 +167,7 @@ def test_the_memory_of_a_cards_machine_may_be_said():
     assert known_device("24GB, 71 TFLOPS, 936 GB/s + 128 GiB").host_bytes == 128 * GIB
     mac = known_device("Apple M2 Max 64GB")
     assert (mac.host_bytes, mac.usable_host_bytes, mac.host_link) == (0, 0, 0)
-    with pytest.raises(UserError, match="have no memory beside that of their machine"):
+    with pytest.raises(UserError, match="have no memory beside it"):
         known_device("Apple M2 Max 64GB +64GB")
 
 
@@ -144,6 +186,7 @@ def test_memory_of_a_cards_machine_that_cannot_be_read_is_refused(text):
         *(("GTX 1080 Ti", 12), ("V100 32GB", 12), ("RTX 4060 Ti 16GB", 12)),
         *(("RTX 4070 Laptop", 12), ("RTX 3090", 25), ("RTX 4090", 25), ("RTX A6000", 25)),
         *(("RTX 5060 Ti 16GB", 25), ("RTX 5090", 50), ("H100", 50), ("H100 NVL", 50)),
+        *(("RTX PRO 4500", 50), ("RTX 5000 Ada", 25), ("RTX 5090 Laptop", 12)),
         *(("RTX 6000 Ada", 25), ("MI100", 25), ("MI300X", 50), ("A100 80GB", 25)),
     ],
 )

@@ -252,3 +252,13 @@ def test_cards_that_share_a_machine_are_another_kind():
 def test_sets_of_layouts_are_in_the_order_that_they_have_without_streaming():
     assert hash(Part(1, 2, 9, True, False, 4)) == hash((1, 2, 9, True, False))
     assert Part(1, 2, 9, True, False, 4) != Part(1, 2, 9, True, False)
+
+
+def test_trained_layers_visit_once_for_all_micro_batches():
+    trained = card("local", layer_step_bytes=7 * GB, host_to_device_bytes_per_s=700 * GB)
+    fleet = Fleet(fleet_of(trained, layers=12))
+    # 8 layers of 7 GB in a step, half of it forward, for each micro-batch.
+    assert fleet.fetch_s(Part(0, 0, 12, offload=8)) == pytest.approx(
+        8 * 7 / 700 / 2 / fleet.micro_batches
+    )
+    assert fleet.fetch_s(Part(0, 0, 12)) == 0
