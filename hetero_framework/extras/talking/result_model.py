@@ -58,7 +58,7 @@ class Talk:
             explicit = explicit_settings(config.adapter, plan)
             config = config.with_changes(adapter=explicit)
         self._config, self.tokenizer = config, load_tokenizer(config)
-        self._generator = Generator(
+        self.generator = Generator(
             config, model, self.tokenizer, source.generation, most_tokens=_MOST_TOKENS
         )
         self.is_chat = is_chat(config, self.tokenizer)
@@ -70,7 +70,7 @@ class Talk:
     ) -> Iterator[Cluster]:
         """Within the block the processes of the plan hold the model."""
         config, model = self._config, self._model_config
-        tokens = self._generator.max_positions or _MOST_TOKENS
+        tokens = self.generator.max_positions or _MOST_TOKENS
         boundary = largest_boundary(config, model, tokens, rows=1)
         with Cluster(
             config,
@@ -97,11 +97,11 @@ class Talk:
     def choice(self, **settings: Any) -> SampleRequest:
         """How tokens are chosen: as told, else (None) as the model's own generation_config says."""
         told = {name: value for name, value in settings.items() if value is not None}
-        return replace(self._generator.own_choice, **told)
+        return replace(self.generator.own_choice, **told)
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raise DataError for a prompt that is empty or too long."""
-        check_prompts(prompts, self._generator.max_positions, "prompts")
+        check_prompts(prompts, self.generator.max_positions, "prompts")
 
     def answer(
         self,
@@ -115,7 +115,7 @@ class Talk:
         def restore() -> None:
             cluster.retrying(self._restore)
 
-        return self._generator.run(cluster, prompts, choice, take_token=take_token, restore=restore)
+        return self.generator.run(cluster, prompts, choice, take_token=take_token, restore=restore)
 
 
 def with_result(config: Config, result: Path | None, *, base: bool, local: bool) -> Config:
