@@ -114,7 +114,7 @@ def test_texts_that_end_change_none_of_the_others(sampled):
 @pytest.mark.long
 def test_a_worker_that_is_killed_while_texts_are_sampled_changes_no_token(pool, tmp_path, sampled):
     expected = sampled([1, 3], [DRAWN, *OTHERS])
-    raw = pool.config(tmp_path / "run", [1, 3], 4)
+    raw = pool.config(tmp_path / "run", [1, 3])
     ports = free_ports(3)
     for entry, port in zip((raw["coordinator"], *raw["workers"]), ports, strict=True):
         entry["port"] = port
@@ -131,6 +131,7 @@ def test_a_worker_that_is_killed_while_texts_are_sampled_changes_no_token(pool, 
         restore = lambda: cluster.retrying(talk._restore)  # noqa: E731
         requests = [DRAWN, *OTHERS]
         found = talk.generator.sample(cluster, requests, take_token=take, restore=restore)
+    assert not psutil.pid_exists(workers[-1].pid)
     assert found == expected
     assert len(told) == sum(len(s.tokens) for result in expected for s in result.samples)
 
