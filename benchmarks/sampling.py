@@ -2,7 +2,7 @@
 
     python -m benchmarks.sampling --save
 
-Three stages that sleep for 10 ms continue six groups of eight texts by 24 tokens, and then, with
+Three stages that sleep for 20 ms continue six groups of eight texts by 24 tokens, and then, with
 the same stages, one text by as many: `of_bound` is what the stage slept that slept longest, over
 the time of the whole; `speed_up` the ratio of both ways' tokens per second. And a small Llama in
 this process continues a prompt by eight texts, greedily, in turn with transformers' own generate
@@ -48,7 +48,7 @@ from hetero_framework.extras.talking.text_generation import (
 from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.models.cut.side import Bundle
 
-SECONDS, GROUPS, SAMPLES, NEW = 0.01, 6, 8, 24
+SECONDS, GROUPS, SAMPLES, NEW = 0.02, 6, 8, 24
 LIMIT_S = 600.0
 LLAMA = Llama(4, 128, vocabulary=1024)
 PROMPT, NEW_OF_LLAMA = tuple(range(3, 35)), 96

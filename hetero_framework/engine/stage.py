@@ -183,7 +183,7 @@ class Stage:
         if self._decoder is not None:
             with self._running(micro_batch):
                 named = self._decoder.named(inputs, received)
-            # A loss on the device: then no one waits here for the device to have the tokens.
+            # With a loss on the device no one waits here for it to have the tokens.
             return Outcome(torch.zeros((), device=self._device.torch_device), named)
         return self._outcome(micro_batch, inputs, received, 1.0)
 
