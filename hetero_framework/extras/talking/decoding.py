@@ -48,6 +48,7 @@ class ShardCache:
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order; a row may be repeated."""
+        layer: Any  # which wants the older type LongTensor
         for layer in self._own:
             layer.reorder_cache(rows)
 

@@ -138,7 +138,7 @@ class Generator:
             at_once=2 * len(self._config.shard_plan),
             cached=self.how.cached,
             rows=self._rows,
-            decode=lambda ids: str(self._tokenizer.decode(ids)),
+            decode=lambda ids: str(self._tokenizer.decode([*ids])),
             take_token=take_token,
         )
         attempts = count()
@@ -170,8 +170,9 @@ class Generator:
 
     def _shown(self, ids: Sequence[int], stop: Sequence[int | str]) -> str:
         """The text of tokens, up to the first string that ends it."""
-        text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
-        return text[: min((text.index(s) for s in stop if str(s) in text), default=len(text))]
+        text = str(self._tokenizer.decode([*ids], skip_special_tokens=True))
+        ends = [text.index(s) for s in stop if isinstance(s, str) and s in text]
+        return text[: min(ends, default=len(text))]
 
 
 class Sampler:
@@ -302,7 +303,7 @@ def _cut(shards: Sequence[Shard], ids_1S: Tensor, cached: bool) -> list[Tensor]:
     """The logits of each next token, by a chain of shards. Behind the prompt there are several rows
     of the same tokens; those of the last are returned."""
     caches = [ShardCache(s.config, s.range) if cached else None for s in shards]
-    logits, first = [], 0
+    logits, first = list[Tensor](), 0
     for end in range(_PROMPT_TOKENS, ids_1S.shape[1]):
         ids = ids_1S[:, first:end].expand(_ROWS if logits else 1, -1)
         inputs = {"input_ids": ids, "positions": torch.arange(first, end).expand(ids.shape)}

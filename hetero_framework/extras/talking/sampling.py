@@ -50,10 +50,10 @@ class SampleRequest:
             "top_k": (self.top_k, -1, 1 << 31),
             "top_p": (self.top_p, 1e-9, 1),
         }
-        for name, (value, least, most) in bounds.items():
-            if not least <= value <= most:
+        for name, (value, least, limit) in bounds.items():
+            if not least <= value <= limit:
                 unit = " tokens" if name == "prompt" else ""
-                raise DataError(f"{name}: {value:g}{unit} is not from {least:g} to {most:g}")
+                raise DataError(f"{name}: {value:g}{unit} is not from {least:g} to {limit:g}")
         if "" in self.stop:
             raise DataError("stop: an empty text would end each sample at once")
 

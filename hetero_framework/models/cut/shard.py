@@ -845,7 +845,7 @@ def _overwrite(placeholder: Tensor, received: Tensor) -> Tensor:
 
 
 @functools.cache
-def _parameters(model: type[PreTrainedModel]) -> frozenset[str]:
+def _parameters(model: Any) -> frozenset[str]:
     """What the forward of a model class takes."""
     return frozenset(inspect.signature(model.forward).parameters)
 
