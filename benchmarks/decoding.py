@@ -32,6 +32,7 @@ from hetero_framework.core.messages import Decoding
 from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import HeteroError
 from hetero_framework.extras.talking.decoding import ShardCache
+from hetero_framework.extras.talking.sampling import SampleRequest
 from hetero_framework.extras.talking.text_generation import TextGeneration
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import Shard, load_shard
@@ -39,7 +40,7 @@ from hetero_framework.models.cut.side import Bundle
 
 CASES = {"hidden 256": Llama(24, 256), "hidden 512": Llama(24, 512)}
 PROMPT, NEW = list(range(3, 19)), 128
-GREEDY = Decoding(0.0, 1.0, 0, True)
+GREEDY = SampleRequest(tuple(PROMPT), max_tokens=NEW, temperature=0.0)
 
 
 def config_of(llama: Llama, folder: str) -> Config:
@@ -61,19 +62,18 @@ def through_processes(cluster: Cluster) -> tuple[list[int], float]:
     """The tokens, and the seconds of each but the first, for which the stages see the prompt."""
     times: list[float] = []
     texts = TextGeneration(
-        [PROMPT],
-        max_new_tokens=NEW,
+        [GREEDY],
         max_positions=None,
-        stop=(),
+        ends=(),
         vocabulary=1 << 31,
         at_once=1,
         cached=True,
-        take_token=lambda text, token: times.append(time.perf_counter()),
+        take_token=lambda *token: times.append(time.perf_counter()),
     )
-    cluster.begin(StepInfo(0, 0, False, texts.micro_batches, 1, decoding=GREEDY))
+    cluster.begin(StepInfo(0, 0, False, texts.micro_batches, 1, decoding=Decoding(True)))
     cluster.pipeline.decode(texts)
     cluster.retrying(cluster.pipeline.abort)
-    return texts.texts[0], (times[-1] - times[0]) / (NEW - 1)
+    return list(texts.results[0].samples[0].tokens), (times[-1] - times[0]) / (NEW - 1)
 
 
 def by_themselves(shards: list[Shard]) -> tuple[list[int], float]:

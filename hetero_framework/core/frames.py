@@ -24,7 +24,7 @@ import msgpack
 
 from hetero_framework.errors import ProtocolError
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 
 PREFIX = struct.Struct(">QI")
 PREFIX_BYTES = PREFIX.size

@@ -222,13 +222,9 @@ class OfStep(Body):
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How text is continued. At `temperature` 0 the next token is the likeliest one; else it is
-    drawn by `seed` from the likeliest that together have the probability `top_p`. With `cached`
-    each stage keeps the keys and values of earlier tokens, and gets only the newest token."""
+    """How text is continued. With `cached` each stage keeps the keys and values of earlier tokens,
+    and gets only the newest token of each text."""
 
-    temperature: Annotated[float, 0.0, 1e9]
-    top_p: Annotated[float, 0.0, 1.0]
-    seed: int
     cached: bool
 
 
@@ -264,8 +260,8 @@ class Step(OfStep):
     """The boundaries (number of the stage before each) whose tensors go straight to the other
     worker."""
     decoding: Decoding | None = None
-    """The evaluation pass continues texts: a micro-batch is one more part of one text, and LOSS
-    brings the next token."""
+    """The evaluation pass continues texts: a micro-batch is one more part of the texts of a prompt,
+    and LOSS brings the next tokens."""
     reference: bool | None = None
     """The evaluation pass runs without adapters."""
     predicts: bool | None = None

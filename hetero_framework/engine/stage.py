@@ -178,16 +178,17 @@ class Stage:
 
     def evaluate(self, micro_batch: int, inputs: Tensors, received: Bundle) -> Outcome:
         """On the last stage, outside training: a micro-batch's loss, not divided (0-d), or the next
-        token of a text."""
+        tokens of texts."""
         received = self._fitting(micro_batch, inputs, received)
         if self._decoder is not None:
             with self._running(micro_batch):
-                logits_V = self._shard.next_logits(inputs, received, self._cache(inputs))
-            return Outcome(0.0, self._decoder.named(inputs, logits_V))
+                named = self._decoder.named(inputs, received)
+            # With a loss on the device no one waits here for it to have the tokens.
+            return Outcome(torch.zeros((), device=self._device.torch_device), named)
         return self._outcome(micro_batch, inputs, received, 1.0)
 
     def _cache(self, inputs: Tensors) -> Any:
-        """The cache of the text that the inputs belong to; None without one."""
+        """The cache of the texts that the inputs belong to; None without one."""
         return self._decoder.cache(inputs) if self._decoder is not None else None
 
     def _outcome(

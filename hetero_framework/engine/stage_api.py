@@ -58,7 +58,7 @@ class StepInfo:
     tokens). It is multiplied by `loss_scale` (fp16) before backward, and gradients are divided by
     `loss_scale` before they are read. With `summed`, other replicas' gradients are added before
     that, and micro-batch k draws its random numbers as number `first_micro_batch` + k. With
-    `decoding` there is no loss: a micro-batch continues a text, see `TextGeneration`. With
+    `decoding` there is no loss: a micro-batch continues texts, see `TextGeneration`. With
     `reference` adapters are switched off. With `predicts` outcomes of an evaluation have
     predictions (extras/reporting/predictions.py).
     """

@@ -103,7 +103,7 @@ class StageHost:
             self._last_attempt, self._reported, self.schedule = info.attempt, False, schedule
             self._given, self._summed, self._tied_sums = set(), set(), set()
             self._executor.begin(info, schedule, take)
-        if self._began == (info.step, info.train):
+        if self._began == (info.step, info.train) and info.decoding is None:
             self._device.empty_cache()  # repeated, maybe since memory ran out somewhere
         self._began = info.step, info.train
         early, self._early = self._early, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from hetero_framework.engine.stage_api import StepInfo
 from hetero_framework.errors import ArchitectureError, HeteroError, PeerLostError, StoppedEarly
 from hetero_framework.extras.talking.decoding import ShardCache
 from hetero_framework.extras.talking.prompts import Prompt, PromptReader, check_prompts, is_chat
+from hetero_framework.extras.talking.sampling import SampleRequest, SampleResult
 from hetero_framework.extras.talking.settings import SampleSettings
-from hetero_framework.extras.talking.text_generation import TextGeneration
+from hetero_framework.extras.talking.text_generation import MOST_ROWS, TextGeneration
+from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import Shard
 from hetero_framework.models.cut.side import Bundle
@@ -44,7 +46,9 @@ _log = logging.getLogger(__name__)
 PROMPTS = "training.sample_prompts"
 _PROMPT_TOKENS = 11  # longer than the sliding windows of tiny models (8)
 _NEW_TOKENS = 7
-TakeToken = Callable[[int, int], None]
+_ROWS = 4
+TakeToken = Callable[[int, int, int], None]
+"""Called with the numbers of prompt and sample, and the next token."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +59,6 @@ class Continuing:
     cached: bool
     reason: str = ""
     impossible: bool = False
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The most tokens that follow a prompt, and how each is chosen: the likeliest token
-    (`temperature` 0), or a draw from the likeliest, whose probabilities sum to `top_p`."""
-
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
 
 
 class Generator:
@@ -86,12 +79,14 @@ class Generator:
         if isinstance(positions, int) and positions > 0:  # as long as the model was made for
             limits.append(positions)
         self.max_positions = min((limit for limit in limits if limit is not None), default=None)
-        self.own_choice = Choice()
+        self.own_choice = SampleRequest((), temperature=0.0)
         if generation is not None and generation.do_sample:
             temperature = generation.temperature
-            self.own_choice = Choice(
+            self.own_choice = SampleRequest(
+                (),
                 temperature=1.0 if temperature is None else temperature,
                 top_p=generation.top_p or 1.0,
+                top_k=generation.top_k or 0,
             )
         told = generation.eos_token_id if generation is not None else None
         told = model_config.get_text_config().eos_token_id if told is None else told
@@ -104,63 +99,80 @@ class Generator:
         self,
         cluster: Cluster,
         prompts: Sequence[Prompt],
-        choice: Choice,
+        choice: SampleRequest,
         *,
         step: int = 0,
-        take_token: TakeToken = lambda prompt, token: None,
+        take_token: TakeToken = lambda prompt, sample, token: None,
         restore: Callable[[], None] | None = None,
     ) -> list[Sample]:
-        """The sample of each prompt, between two steps. `take_token` is called once for each token,
-        with the number of its prompt. `restore` restores the state of stages that are loaded again
-        after a worker was lost; without it such a loss is raised."""
-        told, attempts = [0] * len(prompts), count()
-
-        def attempt() -> TextGeneration:
-            if next(attempts) and restore is not None:
-                restore()
-            return cluster.retrying(
-                lambda: self._generate(cluster, prompts, choice, step, told, take_token)
-            )
-
-        found = (attempt() if restore is None else cluster.recovery.outlive(attempt)).texts
-        cluster.retrying(cluster.pipeline.abort)  # frees the stages' caches
+        """The samples of each prompt, drawn as for `choice`; see `sample`. A string that ended a
+        text is not in it."""
+        requests = [replace(choice, prompt=prompt.ids) for prompt in prompts]
+        found = self.sample(cluster, requests, step=step, take_token=take_token, restore=restore)
         return [
-            Sample(
-                prompt.text, str(self._tokenizer.decode(ids, skip_special_tokens=True)), len(ids)
-            )
-            for prompt, ids in zip(prompts, found, strict=True)
+            Sample(prompt.text, self._shown(sample.tokens, choice.stop), len(sample.tokens))
+            for prompt, result in zip(prompts, found, strict=True)
+            for sample in result.samples
         ]
 
-    def _generate(
+    def sample(
         self,
         cluster: Cluster,
-        prompts: Sequence[Prompt],
-        choice: Choice,
-        step: int,
-        told: list[int],
-        take_token: TakeToken,
-    ) -> TextGeneration:
-        """Continue all prompts. `told` counts the tokens of each that were taken before a loss."""
-
-        def take(prompt: int, token: int) -> None:
-            if len(texts.texts[prompt]) > told[prompt]:
-                told[prompt] += 1
-                take_token(prompt, token)
-
+        requests: Sequence[SampleRequest],
+        *,
+        step: int = 0,
+        take_token: TakeToken = lambda request, sample, token: None,
+        restore: Callable[[], None] | None = None,
+    ) -> list[SampleResult]:
+        """The result of each request, between two steps. `take_token` is called once for each
+        token. `restore` restores the state of stages that are loaded again after a worker was lost;
+        without it such a loss is raised. Raises DataError for a request that cannot be served."""
+        vocabulary = int(self._model_config.get_text_config().vocab_size)
+        for request in requests:
+            request.check(vocabulary, self.max_positions)
         texts = TextGeneration(
-            [prompt.ids for prompt in prompts],
-            max_new_tokens=choice.max_new_tokens,
+            requests,
             max_positions=self.max_positions,
-            stop=self._stop,
-            vocabulary=int(self._model_config.get_text_config().vocab_size),
+            ends=self._stop,
+            vocabulary=vocabulary,
             at_once=2 * len(self._config.shard_plan),
             cached=self.how.cached,
-            take_token=take,
+            rows=self._rows,
+            decode=lambda ids: str(self._tokenizer.decode([*ids])),
+            take_token=take_token,
         )
-        decoding = Decoding(choice.temperature, choice.top_p, choice.seed, self.how.cached)
+        attempts = count()
+
+        def attempt() -> None:
+            if next(attempts) and restore is not None:
+                restore()
+            cluster.retrying(lambda: self._decode(cluster, texts, step))
+
+        attempt() if restore is None else cluster.recovery.outlive(attempt)
+        cluster.retrying(cluster.pipeline.abort)  # frees the stages' caches
+        return texts.results
+
+    def _decode(self, cluster: Cluster, texts: TextGeneration, step: int) -> None:
+        texts.restart()
+        decoding = Decoding(self.how.cached)
         cluster.begin(StepInfo(step, 0, False, texts.micro_batches, 1, decoding=decoding))
         cluster.pipeline.decode(texts)
-        return texts
+
+    def _rows(self, request: SampleRequest) -> int:
+        """How many texts of a request may cross a boundary at once: no more tokens than the longest
+        text has. Without a cache, or with side tensors, earlier tokens cross it, too."""
+        if self.max_positions is None:
+            return MOST_ROWS
+        structure = introspect(self._model_config)
+        is_whole = not self.how.cached or any(map(structure.sides_at, range(structure.num_layers)))
+        longest = min(len(request.prompt) + request.max_tokens, self.max_positions)
+        return self.max_positions // (longest if is_whole else 1) // _ROWS * _ROWS or 1
+
+    def _shown(self, ids: Sequence[int], stop: Sequence[int | str]) -> str:
+        """The text of tokens, up to the first string that ends it."""
+        text = str(self._tokenizer.decode([*ids], skip_special_tokens=True))
+        ends = [text.index(s) for s in stop if isinstance(s, str) and s in text]
+        return text[: min(ends, default=len(text))]
 
 
 class Sampler:
@@ -176,8 +188,13 @@ class Sampler:
         self._about = model_config, tokenizer, generation
         training = SampleSettings.of(config.training)
         assert training.sample_prompts is not None
-        most, temperature = training.sample_max_new_tokens, training.sample_temperature
-        self._choice = Choice(most, temperature, training.sample_top_p, training.seed)
+        self._choice = SampleRequest(
+            (),
+            max_tokens=training.sample_max_new_tokens,
+            temperature=training.sample_temperature,
+            top_p=training.sample_top_p,
+            seed=training.seed,
+        )
         reader = PromptReader(tokenizer, config.data, chat=is_chat(config, tokenizer))
         self._prompts = reader.read(training.sample_prompts, config.base_dir, PROMPTS)
         generator = self._generator(config)
@@ -191,7 +208,7 @@ class Sampler:
     @property
     def longest(self) -> int:
         """The number of tokens of the longest text."""
-        return max(len(prompt.ids) for prompt in self._prompts) + self._choice.max_new_tokens
+        return max(len(prompt.ids) for prompt in self._prompts) + self._choice.max_tokens
 
     def _generator(self, config: Config) -> Generator:
         return Generator(config, *self._about)
@@ -283,14 +300,19 @@ def try_decoding(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Cont
 
 
 def _cut(shards: Sequence[Shard], ids_1S: Tensor, cached: bool) -> list[Tensor]:
-    """The logits of each next token, by a chain of shards."""
+    """The logits of each next token, by a chain of shards. Behind the prompt there are several rows
+    of the same tokens; those of the last are returned."""
     caches = [ShardCache(s.config, s.range) if cached else None for s in shards]
-    logits, first = [], 0
+    logits, first = list[Tensor](), 0
     for end in range(_PROMPT_TOKENS, ids_1S.shape[1]):
-        inputs = {"input_ids": ids_1S[:, first:end], "positions": torch.arange(first, end)[None]}
+        ids = ids_1S[:, first:end].expand(_ROWS if logits else 1, -1)
+        inputs = {"input_ids": ids, "positions": torch.arange(first, end).expand(ids.shape)}
+        if len(logits) == 1:
+            for cache in caches:
+                cache.select(torch.zeros(_ROWS, dtype=torch.int64)) if cache is not None else None
         received: Bundle = ()
         for shard, cache in zip(shards[:-1], caches, strict=False):
             received = shard.forward(inputs, received, cache)
-        logits.append(shards[-1].next_logits(inputs, received, caches[-1]))
+        logits.append(shards[-1].next_logits(inputs, received, caches[-1])[-1])
         first = end if cached else 0
     return logits

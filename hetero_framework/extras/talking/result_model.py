@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from hetero_framework.config import Config
 from hetero_framework.core.messages import SessionKind
 from hetero_framework.data.tokenizer import load_tokenizer
 from hetero_framework.errors import UserError
-from hetero_framework.extras.talking.generation import Choice, Generator, TakeToken
+from hetero_framework.extras.talking.generation import Generator, TakeToken
 from hetero_framework.extras.talking.prompts import Prompt, PromptReader, check_prompts, is_chat
+from hetero_framework.extras.talking.sampling import SampleRequest
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.files.quantization import check_devices
 from hetero_framework.models.files.source import ModelSource
@@ -56,7 +58,7 @@ class Talk:
             explicit = explicit_settings(config.adapter, plan)
             config = config.with_changes(adapter=explicit)
         self._config, self.tokenizer = config, load_tokenizer(config)
-        self._generator = Generator(
+        self.generator = Generator(
             config, model, self.tokenizer, source.generation, most_tokens=_MOST_TOKENS
         )
         self.is_chat = is_chat(config, self.tokenizer)
@@ -68,7 +70,7 @@ class Talk:
     ) -> Iterator[Cluster]:
         """Within the block the processes of the plan hold the model."""
         config, model = self._config, self._model_config
-        tokens = self._generator.max_positions or _MOST_TOKENS
+        tokens = self.generator.max_positions or _MOST_TOKENS
         boundary = largest_boundary(config, model, tokens, rows=1)
         with Cluster(
             config,
@@ -92,32 +94,28 @@ class Talk:
             cluster.recovery.outlive(lambda: cluster.retrying(self._restore))
             yield cluster
 
-    def choice(self, temperature: float | None, top_p: float | None, **settings: Any) -> Choice:
-        """How tokens are chosen: as told, else as the model's own generation_config says."""
-        own = self._generator.own_choice
-        return Choice(
-            temperature=own.temperature if temperature is None else temperature,
-            top_p=own.top_p if top_p is None else top_p,
-            **settings,
-        )
+    def choice(self, **settings: Any) -> SampleRequest:
+        """How tokens are chosen: as told, else (None) as the model's own generation_config says."""
+        told = {name: value for name, value in settings.items() if value is not None}
+        return replace(self.generator.own_choice, **told)
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raise DataError for a prompt that is empty or too long."""
-        check_prompts(prompts, self._generator.max_positions, "prompts")
+        check_prompts(prompts, self.generator.max_positions, "prompts")
 
     def answer(
         self,
         cluster: Cluster,
         prompts: Sequence[Prompt],
-        choice: Choice,
-        take_token: TakeToken = lambda prompt, token: None,
+        choice: SampleRequest,
+        take_token: TakeToken = lambda prompt, sample, token: None,
     ) -> list[Sample]:
         """See `Generator.run`."""
 
         def restore() -> None:
             cluster.retrying(self._restore)
 
-        return self._generator.run(cluster, prompts, choice, take_token=take_token, restore=restore)
+        return self.generator.run(cluster, prompts, choice, take_token=take_token, restore=restore)
 
 
 def with_result(config: Config, result: Path | None, *, base: bool, local: bool) -> Config:

@@ -508,9 +508,11 @@ class Shard:
         return left
 
     def next_logits(self, inputs: Inputs, received: Bundle, cache: Any) -> Tensor:
-        """The logits [V] of the token that follows the only row of `inputs`, on the last shard."""
-        logits_BSV: Tensor = self._run(inputs, as_inner(received), cache).logits
-        return logits_BSV[0, -1]
+        """The logits [B, V] of the token that follows each row of `inputs`, on the last shard."""
+        keeps = "logits_to_keep" in _parameters(type(self.model))
+        extra = {"logits_to_keep": 1} if keeps else {}
+        logits_BSV: Tensor = self._run(inputs, as_inner(received), cache, **extra).logits
+        return logits_BSV[:, -1]
 
     def chunk_loss(
         self,
@@ -607,7 +609,7 @@ class Shard:
             with knowing(arguments.get("attention_mask")):
                 if cache is None:
                     return self.model(**arguments, use_cache=False, **extra)
-                takes = inspect.signature(type(self.model).forward).parameters
+                takes = _parameters(type(self.model))
                 name = "cache_params" if "cache_params" in takes else "past_key_values"
                 arguments[name] = cache.library
                 return self.model(**arguments, use_cache=True, **extra)
@@ -840,6 +842,12 @@ def _overwrite(placeholder: Tensor, received: Tensor) -> Tensor:
             f" own is {tuple(placeholder.shape)}, {placeholder.dtype}"
         )
     return placeholder.copy_(received)
+
+
+@functools.cache
+def _parameters(model: Any) -> frozenset[str]:
+    """What the forward of a model class takes."""
+    return frozenset(inspect.signature(model.forward).parameters)
 
 
 def _is_frozen(module: nn.Module) -> bool:

@@ -82,7 +82,7 @@ def test_a_model_that_is_talked_to_streams_its_layers_too(adapted, own_memory, m
         talk = Talk(config)
         with talk.loaded(LOOPBACK_ONLY, "chat") as cluster:
             prompts = talk.reader.read(["red"], config.base_dir, "prompts")
-            [sample] = talk.answer(cluster, prompts, talk.choice(0.0, 1.0, max_new_tokens=5))
+            [sample] = talk.answer(cluster, prompts, talk.choice(temperature=0.0, max_tokens=5))
             return sample.text, cluster._config.shard_plan[0].offload
 
     right, _ = answer(0)

@@ -3,6 +3,7 @@ answers as they are shown, and a result that gives none."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,14 @@ from hetero_framework.engine.stage_api import Outcome
 from hetero_framework.errors import ProtocolError, UserError
 from hetero_framework.extras.talking.commands.chat import _answer
 from hetero_framework.extras.talking.result_model import Talk, with_result
-from hetero_framework.extras.talking.text_generation import TOKEN
+from hetero_framework.extras.talking.text_generation import LOGPROBS, TOKENS
 from hetero_framework.security.access import LOOPBACK_ONLY
 from hetero_framework.trainer.coordinator import train
 from tests.samples import machines_here
+
+
+def token(number: int, logprob: float = -1.0) -> dict[str, torch.Tensor]:
+    return {TOKENS: torch.tensor([number]), LOGPROBS: torch.tensor([logprob])}
 
 
 def give(named: dict[str, torch.Tensor] | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,8 +43,9 @@ def give(named: dict[str, torch.Tensor] | None, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("named", "said"),
     [
-        ({TOKEN: torch.tensor([10**6])}, "the coordinator: the last stage gave token 1000000 of 0"),
-        ({TOKEN: torch.tensor([1.5])}, "the coordinator: the last stage gave no token"),
+        (token(10**6), "the coordinator: the last stage gave token 1000000 of 0"),
+        ({TOKENS: torch.tensor([1.5])}, "the coordinator: the last stage gave no token"),
+        (token(1, math.nan), "the coordinator: the model's logits are not finite"),
         (None, "probability tensor contains"),
     ],
 )
@@ -54,12 +60,12 @@ def test_samples_that_fail_are_given_up_and_the_run_goes_on(named, said, alone, 
 
 
 def test_an_answer_that_fails_is_one_error(alone, monkeypatch):
-    give({TOKEN: torch.tensor([-1])}, monkeypatch)
+    give(token(-1), monkeypatch)
     talk = Talk(alone())
     with talk.loaded(LOOPBACK_ONLY, "chat") as cluster:
         [prompt] = talk.reader.read(["red"], alone().base_dir, "prompts")
         with pytest.raises(ProtocolError, match=r"^the coordinator: .* gave token -1 of 0 to"):
-            talk.answer(cluster, [prompt], talk.choice(0.0, 1.0, max_new_tokens=3))
+            talk.answer(cluster, [prompt], talk.choice(temperature=0.0, max_tokens=3))
 
 
 @pytest.mark.parametrize("text", ["", "yes"])

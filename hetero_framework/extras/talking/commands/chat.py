@@ -22,6 +22,7 @@ from hetero_framework.commands.options import (
     flag,
     load,
     option,
+    repeated,
     value,
 )
 from hetero_framework.core.files import refuse_output, write_file
@@ -65,6 +66,13 @@ DECODING = (
         "draw from the likeliest tokens of this probability (default: as for --temperature)",
         type=_number(1e-6, 1),
     ),
+    value(
+        "--top-k",
+        "K",
+        "draw from the K likeliest tokens; 0: from all (default: as for --temperature)",
+        type=at_least(0),
+    ),
+    repeated("--stop", "TEXT", "end an answer with this text; may be repeated"),
     value("--seed", "N", "of the draws (default: 0)", type=at_least(0), default=0),
     option("--role", choices=("coordinator",), help=ROLE_HELP),
     *ACCESS,
@@ -93,8 +101,10 @@ def talk_of(arguments: argparse.Namespace) -> tuple[Any, AbstractContextManager[
 
 
 def chosen(talk: Any, arguments: argparse.Namespace, **changes: Any) -> Any:
-    settings = {"max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed, **changes}
-    return talk.choice(arguments.temperature, arguments.top_p, **settings)
+    names = ("temperature", "top_p", "top_k", "seed")
+    settings = {name: getattr(arguments, name) for name in names}
+    most, stop = arguments.max_new_tokens, tuple(arguments.stop or ())
+    return talk.choice(**{**settings, "max_tokens": most, "stop": stop, **changes})
 
 
 class _Ended(Exception):
@@ -173,7 +183,7 @@ def _answer(talk: Any, cluster: Any, said: list[dict[str, str]], choice: Any) ->
 
     streamer, tokens = TextStreamer(talk.tokenizer, skip_special_tokens=True), []
 
-    def show(prompt: int, token: int) -> None:
+    def show(prompt: int, sample: int, token: int) -> None:
         tokens.append(token)
         streamer.put(torch.tensor([token]))
 

@@ -7,13 +7,15 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from hetero_framework.commands.options import value, writes
+from hetero_framework.commands.options import at_least, value, writes
+from hetero_framework.errors import UserError
 from hetero_framework.extras.talking.commands.chat import DECODING, chosen, talk_of
 from hetero_framework.units import plural
 
 EXAMPLES = """
     hetero generate --prompts questions.jsonl --output answers.jsonl
     hetero generate --prompts texts.txt --output base.jsonl --base --local
+    hetero generate --prompts texts.txt --output drawn.jsonl --num-samples 8 --temperature 1
     """
 OPTIONS = (
     value(
@@ -23,7 +25,8 @@ OPTIONS = (
         " .parquet",
         required=True,
     ),
-    *writes("JSON lines: prompt, text, tokens", required=True),
+    *writes("JSON lines: prompt, text, tokens (several samples: and sample)", required=True),
+    value("--num-samples", "N", "texts for each prompt (default: 1)", type=at_least(1), default=1),
     *DECODING,
 )
 
@@ -35,9 +38,16 @@ def run(arguments: argparse.Namespace) -> None:
     talk, loaded = talk_of(arguments)
     prompts = talk.reader.read(str(Path(arguments.prompts).absolute()), Path(), "--prompts")
     talk.check(prompts)
+    choice, each = chosen(talk, arguments, num_samples=arguments.num_samples), arguments.num_samples
+    if each > 1 and choice.temperature == 0:
+        raise UserError(
+            "--num-samples: at temperature 0 all samples of a prompt are the same text",
+            hint="add --temperature 1",
+        )
     with loaded as cluster:
-        samples = talk.answer(cluster, prompts, chosen(talk, arguments))
-    text = "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
+        samples = talk.answer(cluster, prompts, choice)
+    lines = [asdict(s) | ({"sample": k % each} if each > 1 else {}) for k, s in enumerate(samples)]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     write_file(output, text.encode())
     empty = sum(not sample.text.strip() for sample in samples)
     print(
