@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PretrainedConfig
 
-from hetero_framework.config import Config, StageSpec, TrainingConfig
-from hetero_framework.data.batches import MicroBatch
+from hetero_framework.config import StageSpec, TrainingConfig
+from hetero_framework.data.batches import MicroBatch, collate
+from hetero_framework.data.kinds import ExampleKind
 from hetero_framework.errors import ArchitectureError, ConfigError
 from hetero_framework.models.cut.chunked_loss import Span, chunk_tokens, sum_of_chunks
 from hetero_framework.models.cut.objective import ChunkedObjective
@@ -71,12 +72,16 @@ def loss_of(name: str, logprobs_BS: Tensor, given: Mapping[str, Tensor], recipe:
     return -torch.min(ratio_BS * advantages_BS, clipped_BS * advantages_BS).sum()
 
 
-def no_data(config: Config) -> Any:
+def no_data(*args: Any) -> Any:
     """Raise ConfigError: a run from files has no calls."""
     raise ConfigError(
         'training.objective "calls" is trained by the calls of a client',
         hint="hetero serve answers them; hetero train needs another objective",
     )
+
+
+CALLS = ExampleKind("calls of a client", (), no_data, no_data, collate, needs=(("calls",),))
+"""The kind of data that no file has."""
 
 
 class TokenLosses(ChunkedObjective):

@@ -1,4 +1,4 @@
-"""The losses against the formulas that the client documents, by plain PyTorch on the whole model."""
+"""The losses against the formulas that the client documents, by PyTorch on the whole model."""
 
 from __future__ import annotations
 
@@ -141,4 +141,4 @@ def test_chunks_cover_each_token_once(shape, limit):
 
 def test_a_run_from_files_is_refused():
     with pytest.raises(ConfigError, match="trained by the calls of a client"):
-        no_data(None)  # type: ignore[arg-type]
+        no_data()
