@@ -131,7 +131,7 @@ class _Request(BaseHTTPRequestHandler):
 
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length", "0")
-        if "Transfer-Encoding" in self.headers or not re.fullmatch(r"\d{1,12}", length):
+        if "Transfer-Encoding" in self.headers or not re.fullmatch(r"\d{1,18}", length):
             raise self._closing(411, "a request needs a Content-Length")
         if int(length) > MOST_BYTES:
             raise self._closing(413, f"a body has {length} bytes, and {MOST_BYTES} is the most")
