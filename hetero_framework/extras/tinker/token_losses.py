@@ -116,49 +116,63 @@ class TokenLosses(ChunkedObjective):
         name = _NAMES[int(getattr(told, "_hetero_host", told)[0])]
         given = {key: inputs[key] for key in LOSSES[name][0]}
         chunks = spans(targets_BS.shape, chunk_tokens(self._loss_chunk_tokens, shard.config))
-        if not chunks:
+        if chunks:
             with running():
-                found_BS = _logprobs(shard.logits(inputs, received), targets_BS)
-                loss = loss_of(name, found_BS, given, told)
-            if backward is not None:
-                backward(loss)
-            return loss.detach(), {LOGPROBS: found_BS.detach()}
+                (top_BSD,) = shard.forward(inputs, received)
+
+            def of(found_BS: Tensor, span: Span = (slice(None), slice(None))) -> Tensor:
+                return loss_of(name, found_BS, {k: v[span] for k, v in given.items()}, told)
+
+            whole = of if name == "gspo" else None
+            return _chunked(shard, top_BSD, targets_BS, chunks, of, whole, running, backward)
         with running():
-            (top_BSD,) = shard.forward(inputs, received)
-        all_BS = torch.zeros(targets_BS.shape, device=top_BSD.device)
-
-        def logprobs(number: int, span: Span, hidden_BSD: Tensor) -> Tensor:
-            labels = targets_BS[span]
-            found = _logprobs(shard.chunk_logits({"labels": labels}, hidden_BSD, number), labels)
-            all_BS[span] = found.detach()
-            return found
-
-        worth_BS = None
-        if name == "gspo" and backward is not None:  # its ratio is that of whole rows
-            for number, span in enumerate(chunks):
-                with running(), torch.no_grad():
-                    logprobs(number, span, top_BSD[span].contiguous())
-            leaf_BS = all_BS.clone().requires_grad_()
-            (worth_BS,) = torch.autograd.grad(loss_of(name, leaf_BS, given, told), leaf_BS)
-
-        def part(number: int, span: Span, hidden_BSD: Tensor) -> Tensor:
-            with running():
-                found = logprobs(number, span, hidden_BSD)
-                if worth_BS is not None:
-                    return (found * worth_BS[span]).sum()
-                here = {key: values[span] for key, values in given.items()}
-                return loss_of(name, found, here, told)
-
-        loss = sum_of_chunks(shard, top_BSD, chunks, part, backward)
-        if name == "gspo":
-            loss = loss_of(name, all_BS, given, told)
-        return loss.detach(), {LOGPROBS: all_BS}
+            found_BS = _logprobs(shard.logits(inputs, received), targets_BS)
+            loss = loss_of(name, found_BS, given, told)
+        if backward is not None:
+            backward(loss)
+        return loss.detach(), {LOGPROBS: found_BS.detach()}
 
     def probe_inputs(self, config: PretrainedConfig, inputs: Inputs) -> Inputs:
         ones = torch.ones(inputs["labels"].shape)
         given = dict.fromkeys(LOSSES["gspo"][0], ones)
         labels = inputs["labels"].clamp(min=0)
         return {**inputs, "labels": labels, **given, RECIPE: recipe("gspo", {})}
+
+
+def _chunked(
+    shard: Shard,
+    top_BSD: Tensor,
+    targets_BS: Tensor,
+    chunks: Sequence[Span],
+    of: Callable[[Tensor, Span], Tensor],
+    whole: Callable[[Tensor], Tensor] | None,
+    running: Callable[[], AbstractContextManager[None]],
+    backward: Callable[[Tensor], None] | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss `of` each chunk's log-probabilities. With `whole` it is one of whole rows: a first
+    pass finds what each log-probability is worth, and a second one differentiates."""
+    all_BS, worth_BS = torch.zeros(targets_BS.shape, device=top_BSD.device), None
+
+    def logprobs(number: int, span: Span, hidden_BSD: Tensor) -> Tensor:
+        labels = targets_BS[span]
+        found = _logprobs(shard.chunk_logits({"labels": labels}, hidden_BSD, number), labels)
+        all_BS[span] = found.detach()
+        return found
+
+    if whole is not None and backward is not None:
+        for number, span in enumerate(chunks):
+            with running(), torch.no_grad():
+                logprobs(number, span, top_BSD[span].contiguous())
+        leaf_BS = all_BS.clone().requires_grad_()
+        (worth_BS,) = torch.autograd.grad(whole(leaf_BS), leaf_BS)
+
+    def part(number: int, span: Span, hidden_BSD: Tensor) -> Tensor:
+        with running():
+            found = logprobs(number, span, hidden_BSD)
+            return of(found, span) if worth_BS is None else (found * worth_BS[span]).sum()
+
+    loss = sum_of_chunks(shard, top_BSD, list(chunks), part, backward)
+    return (loss if whole is None else whole(all_BS)).detach(), {LOGPROBS: all_BS}
 
 
 def spans(shape: torch.Size, limit: int | None) -> list[Span]:
