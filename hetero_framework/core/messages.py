@@ -266,6 +266,8 @@ class Step(OfStep):
     """The evaluation pass runs without adapters."""
     predicts: bool | None = None
     """LOSS of the evaluation pass brings the predictions of each micro-batch."""
+    continues: bool | None = None
+    """The gradients that earlier passes of this step have left stay, and grow."""
 
 
 @message(11, COORDINATOR, tensors=(0, MAX_TENSORS))
@@ -424,6 +426,8 @@ class Commit(OfStep):
     learning_rate: float
     grad_scale: float
     names: tuple[str, ...] = ()
+    adam: tuple[float, ...] | None = None
+    """beta1, beta2, epsilon and weight decay of this step; null: as configured."""
 
 
 @message(23, WORKER, long=True)

@@ -84,7 +84,8 @@ def _order() -> Moves:
         # steps is legal here, too. Nothing of it is committed.
         Phase.EVALUATION: {m.Step: Phase.STEP, m.Abort: Phase.ABORTING},
         # COMMITTED is not awaited: the next step may have begun when it comes.
-        Phase.COLLECTED: {m.Commit: Phase.IDLE, m.Abort: Phase.ABORTING},
+        # A STEP that `continues` adds to the gradients that are there.
+        Phase.COLLECTED: {m.Commit: Phase.IDLE, m.Step: Phase.STEP, m.Abort: Phase.ABORTING},
         Phase.ABORTING: {m.Aborted: Phase.IDLE},
         Phase.PEER_GREETING: {m.PeerWelcome: Phase.FLOWING, m.Reject: Phase.CLOSED},
         Phase.FLOWING: {},

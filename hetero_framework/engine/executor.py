@@ -194,10 +194,16 @@ class Executor:
             raise failed(where, error, self._device, (info.step, info.attempt)) from error
         return True
 
-    def commit(self, stage: api.StageInterface, learning_rate: float, grad_scale: float) -> None:
+    def commit(
+        self,
+        stage: api.StageInterface,
+        learning_rate: float,
+        grad_scale: float,
+        adam: api.Adam | None = None,
+    ) -> None:
         """Have a stage step its optimizer, and record how long that took."""
         began = self._device.record_event()
-        stage.commit(learning_rate, grad_scale)
+        stage.commit(learning_rate, grad_scale, *([adam] if adam else []))
         if self._recorder.enabled:
             ended = self._device.record_event()
             ended.wait()

@@ -302,13 +302,17 @@ class Pipeline:
         return [gradients[spec.index] for spec in self._stages], times
 
     def commit(
-        self, learning_rate: float, grad_scale: float, recover: Callable[[LinkLost], None]
+        self,
+        learning_rate: float,
+        grad_scale: float,
+        recover: Callable[[LinkLost], None],
+        adam: api.Adam | None = None,
     ) -> None:
         """Have all hosts step their optimizers, without waiting for workers. From here on the step
         is decided. `recover` mends a link over which a worker cannot be told, and calls
         `repeat_commit`."""
         info = self._info
-        order = Commit(info.step, info.attempt, learning_rate, grad_scale)
+        order = Commit(info.step, info.attempt, learning_rate, grad_scale, adam=adam)
         weights: api.Tensors = {}
         new = self._here.commit(order)
         # New weights of this process go out with the order, unless they are too large for a frame.

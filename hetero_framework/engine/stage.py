@@ -22,6 +22,7 @@ from hetero_framework.core.devices import Device, HostCopy
 from hetero_framework.engine.expectation import rows_and_tokens
 from hetero_framework.engine.optimizer import build_optimizer, state_tensors
 from hetero_framework.engine.stage_api import (
+    Adam,
     GradientPart,
     GradientReport,
     Outcome,
@@ -137,11 +138,11 @@ class Stage:
     def begin(self, info: StepInfo, take: TakeEarly | None = None) -> None:
         """Begin a step. In a summed step `take` gets gradients as soon as they are final, in the
         thread of the backward that still runs; `gradients` has the rest."""
-        self.abort()
+        self._drop(keeps_gradients=bool(info.continues))
         self._info = info
         self._seeds.on, self._seeds.step = info.train, info.step
         self._seeds.first_micro_batch = info.first_micro_batch
-        if info.train and self._statistics:
+        if info.train and self._statistics and self._kept is None:
             self._kept = {name: value.clone() for name, value in self._statistics.items()}
         if info.decoding is not None:
             self._decoder = registry.find("stages", "decoding")(self._shard, info.decoding)
@@ -299,14 +300,17 @@ class Stage:
         stacked = torch.stack(norms) if norms else torch.zeros(0)
         return GradientReport(self._device.to_host(stacked), self._nonfinite())
 
-    def commit(self, learning_rate: float, grad_scale: float) -> None:
-        """Clip gradients by the coordinator's factor for all stages, and step the optimizer."""
+    def commit(self, learning_rate: float, grad_scale: float, adam: Adam | None = None) -> None:
+        """Clip gradients by the coordinator's factor for all stages, and step the optimizer. `adam`
+        replaces these settings of an AdamW for all parameters."""
         if self._optimizer is not None:
             for _, parameter in self._parameters:
                 if parameter.grad is not None and grad_scale != 1.0:
                     parameter.grad.mul_(grad_scale)
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
+                if adam is not None:
+                    group.update(betas=adam[:2], eps=adam[2], weight_decay=adam[3])
             if failpoints.is_due("optimizer-half"):
                 self._step_half(self._optimizer)
             self.residence.step(self._optimizer)
@@ -329,11 +333,16 @@ class Stage:
 
     def abort(self) -> None:
         """Forget the step: drop gradients and stored activations, put statistics back."""
-        if self._kept is not None:
-            put_back(self._statistics, self._kept)
-            self._kept = None
-        for _, parameter in self._parameters:
-            parameter.grad = None
+        self._drop(keeps_gradients=False)
+
+    def _drop(self, *, keeps_gradients: bool) -> None:
+        """Forget the pass, or all passes of the step. Gradients of tied weights have been added."""
+        if not keeps_gradients:
+            if self._kept is not None:
+                put_back(self._statistics, self._kept)
+                self._kept = None
+            for _, parameter in self._parameters:
+                parameter.grad = None
         for target in self._targets.values():
             target.grad = None
         self._sums_elsewhere = {}

@@ -23,6 +23,7 @@ from hetero_framework.models.cut.shard import Shard
 from hetero_framework.models.cut.side import Bundle, Form
 
 Tensors = dict[str, Tensor]
+Adam = tuple[float, ...]  # beta1, beta2, epsilon and weight decay of one step
 Loss = float | Tensor  # reading the number of a tensor waits for its device
 States = dict[str, dict[str, Any]]  # of an optimizer, by parameter name
 Transfer = tuple[str, DeviceEvent, DeviceEvent]
@@ -60,7 +61,8 @@ class StepInfo:
     that, and micro-batch k draws its random numbers as number `first_micro_batch` + k. With
     `decoding` there is no loss: a micro-batch continues texts, see `TextGeneration`. With
     `reference` adapters are switched off. With `predicts` outcomes of an evaluation have
-    predictions (extras/reporting/predictions.py).
+    predictions (extras/reporting/predictions.py). With `continues` the gradients of earlier passes
+    of this step stay: several passes add up before one commit.
     """
 
     step: int
@@ -74,6 +76,7 @@ class StepInfo:
     decoding: Decoding | None = None
     reference: bool | None = None
     predicts: bool | None = None
+    continues: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,7 @@ class StageInterface(Protocol):
     def backward(self, micro_batch: int, gradients: Bundle) -> Bundle: ...
     def gradients(self) -> Iterator[StatePart]: ...
     def report_gradients(self) -> GradientReport: ...
-    def commit(self, learning_rate: float, grad_scale: float) -> None: ...
+    def commit(self, learning_rate: float, grad_scale: float, adam: Adam | None = None) -> None: ...
     def abort(self) -> None: ...
     def trainable(self) -> list[tuple[str, tuple[int, ...]]]: ...
     def snapshot(self, *, lasting: bool = False) -> Snapshot: ...

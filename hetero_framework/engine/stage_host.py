@@ -213,7 +213,7 @@ class StageHost:
             snapshot.keep()
         for stage in self.stages:
             with self._explaining(f"stage {stage.index}, step of the optimizer", None):
-                self._executor.commit(stage, order.learning_rate, order.grad_scale)
+                self._executor.commit(stage, order.learning_rate, order.grad_scale, order.adam)
         self.last_step = order.step
         weights = self.tied_weights()
         if new := {**(tied_weights or {}), **weights}:

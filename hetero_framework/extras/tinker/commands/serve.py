@@ -1,0 +1,70 @@
+"""`hetero serve`: the tinker client trains and samples over the machines of a plan."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from typing import Any
+
+from hetero_framework.commands.options import (
+    ACCESS,
+    CONFIG,
+    IMPORT,
+    ROLE_HELP,
+    access_for,
+    at_least,
+    check_coordinator,
+    load,
+    option,
+    value,
+)
+from hetero_framework.errors import ConfigError, DeviceError
+
+EXAMPLES = """
+    hetero serve --config cluster.json
+    hetero serve --config cluster.json --port 8000
+    """
+OPTIONS = (
+    *CONFIG,
+    value("--port", "N", "of the loopback (default: 8321)", type=at_least(1), default=8321),
+    option("--role", choices=("coordinator",), help=ROLE_HELP),
+    *ACCESS,
+    IMPORT,
+)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if find_spec("tinker") is None:
+        hint = "pip install hetero-framework[tinker]"
+        raise DeviceError("hetero serve needs the client's package, tinker", hint=hint)
+    config = load(arguments)
+    config.require("model")
+    check_coordinator(config, arguments)
+    serve(config, access_for(config, "local", arguments), arguments.port)
+
+
+def serve(config: Any, access: Any, port: int, told: Any = print) -> None:
+    """Answer clients until a signal. `told` gets lines for the user."""
+    from importlib.metadata import version
+
+    from hetero_framework.cluster.run_id import run_id_of
+    from hetero_framework.extras.tinker.called_model import CalledModel, cluster_for, prepared
+    from hetero_framework.extras.tinker.endpoint import Endpoint, key_in
+    from hetero_framework.extras.tinker.service import KNOWN_VERSIONS, Service
+    from hetero_framework.trainer.checkpoint import CheckpointStore
+    from hetero_framework.trainer.outputs import RunDirectories
+    from hetero_framework.trainer.signals import StopRequest
+
+    if not (have := version("tinker")).startswith(KNOWN_VERSIONS):
+        raise ConfigError(f"tinker {have} is installed; known are {', '.join(KNOWN_VERSIONS)}*")
+    config, source = prepared(config)
+    stop, folder = StopRequest(), config.output_dir
+    directories = RunDirectories(config, CheckpointStore(config.checkpoints))
+    with stop, directories, cluster_for(config, source, access, run_id_of(folder)) as cluster:
+        cluster.start(config.plan.owners)
+        model = CalledModel(config, cluster, source)
+        service = Service(model, config.model.name_or_path, folder)
+        service.resume()
+        with Endpoint(service, key_in(folder), port) as endpoint, stop.waiting():
+            told(f"export TINKER_BASE_URL={endpoint.address} TINKER_API_KEY={endpoint.key}")
+            service.run(lambda: stop.requested is not None)

@@ -1,0 +1,158 @@
+"""The endpoint's HTTP, on the loopback, to clients that have its key.
+
+Requests from a page in a browser (with an Origin) and by a foreign name of the loopback are
+refused. Of many connections that have not said anything yet, the oldest give way.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import secrets
+import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from hetero_framework.core.addresses import LOOPBACK
+from hetero_framework.core.files import write_file
+from hetero_framework.errors import HeteroError
+from hetero_framework.extras.tinker.journal import MOST_BYTES
+from hetero_framework.extras.tinker.service import Refused, Service
+from hetero_framework.file_trust import read_own
+
+_SILENCE_S = 60.0
+_MOST_SILENT = 128  # connections that wait for a request
+_OPEN = ("client/config", "healthz")
+_log = logging.getLogger(__name__)
+
+
+def key_in(folder: Path) -> str:
+    """The endpoint's API key, which stays the same; the client asks for this prefix."""
+    file = folder / "api_key"
+    with suppress(FileNotFoundError):
+        return read_own(file).decode().strip()
+    key = f"tml-{secrets.token_urlsafe(24)}"
+    write_file(file, key.encode() + b"\n")
+    file.chmod(0o600)
+    return key
+
+
+class Endpoint(ThreadingHTTPServer):
+    """Serves within its `with` block."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, service: Service, key: str, port: int = 0) -> None:
+        super().__init__((LOOPBACK, port), _Request)
+        self.service, self.key = service, key
+        self.address = f"http://{LOOPBACK}:{self.server_address[1]}"
+        self._silent: dict[Any, None] = {}
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="endpoint")
+
+    def __enter__(self) -> Endpoint:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+    def waits(self, connection: Any, *, silent: bool) -> None:
+        """Note whether a connection waits for a request; of too many the oldest is closed."""
+        with self._lock:
+            self._silent.pop(connection, None)
+            if silent:
+                self._silent[connection] = None
+            if len(self._silent) > _MOST_SILENT:
+                oldest = next(iter(self._silent))
+                del self._silent[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(2)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.waits(request, silent=True)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.waits(request, silent=False)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Connections that break are not reported."""
+
+
+class _Request(BaseHTTPRequestHandler):
+    server: Endpoint
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "hetero", ""
+    timeout = _SILENCE_S
+    disable_nagle_algorithm = True
+
+    def do_POST(self) -> None:
+        try:
+            path = self.path.partition("?")[0].removeprefix("/api/v1/")
+            self._check(path)
+            body = self._body()
+            self.server.waits(self.connection, silent=False)
+            self._say(200, self.server.service.handle(path, body))
+        except Refused as refused:
+            if refused.status != 408:
+                _log.info("refused a request: %s", refused)
+            self._say(refused.status, {"detail": str(refused), "queue_state": "active"})
+        except HeteroError as error:
+            self._say(500, {"detail": error.message})
+        self.server.waits(self.connection, silent=True)
+
+    do_GET = do_POST
+
+    def _check(self, path: str) -> None:
+        hosts, given = self.headers.get_all("Host", []), self.headers.get("X-API-Key", "")
+        known = rf"({re.escape(LOOPBACK)}|localhost)(:\d{{1,5}})?"
+        if len(hosts) != 1 or not re.fullmatch(known, hosts[0]):
+            raise self._closing(421, "the endpoint answers to its name on the loopback only")
+        if "Origin" in self.headers:
+            raise self._closing(403, "requests from a page in a browser are refused")
+        if path in _OPEN and self.command == "GET":
+            return
+        if not hmac.compare_digest(given.encode("utf-8", "replace"), self.server.key.encode()):
+            raise self._closing(401, "the API key is wrong: TINKER_API_KEY is what the server says")
+
+    def _closing(self, status: int, reason: str) -> Refused:
+        """A refusal after which the connection is closed, since its body is not read."""
+        self.close_connection = True
+        return Refused(status, reason)
+
+    def _body(self) -> bytes:
+        length = self.headers.get("Content-Length", "0")
+        if "Transfer-Encoding" in self.headers or not re.fullmatch(r"\d{1,18}", length):
+            raise self._closing(411, "a request needs a Content-Length")
+        if int(length) > MOST_BYTES:
+            raise self._closing(413, f"a body has {length} bytes, and {MOST_BYTES} is the most")
+        if "Content-Encoding" in self.headers:
+            raise self._closing(415, "compressed bodies are not read")
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            raise self._closing(400, "the body ended early")
+        return body
+
+    def _say(self, status: int, answer: bytes | dict[str, Any]) -> None:
+        is_bytes = isinstance(answer, bytes)
+        body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.send_response(status)
+        kind = "application/x-protobuf" if is_bytes else "application/json"
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged."""

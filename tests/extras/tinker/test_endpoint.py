@@ -1,0 +1,202 @@
+"""The endpoint over HTTP: keys, bad requests, the client itself, and kills of the coordinator."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import pytest
+from peft import PeftConfig
+
+from tests.extras.tinker.calling import ADAM, drawn, request
+from tests.samples import free_ports, machines_here, save_llama
+from tests.waiting import WAIT_S
+
+pytest.importorskip("tinker")
+pytestmark = pytest.mark.xdist_group("pool")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("model"), layers=2)
+
+
+class Server:
+    """`hetero serve` in a process of its own, which a test may kill and start again."""
+
+    def __init__(self, folder: Any, model: Any) -> None:
+        training = {"output_dir": str(folder / "out"), "per_device_train_batch_size": 4}
+        whole = {"name_or_path": str(model)}
+        raw = {**machines_here(("local", 2)), "model": whole, "training": training}
+        self.file, (self.port,) = folder / "cluster.json", free_ports(1)
+        self.file.write_text(json.dumps(raw))
+        self.start()
+
+    def start(self) -> None:
+        words = ["serve", "--config", str(self.file), "--port", str(self.port)]
+        command = [sys.executable, "-m", "hetero_framework", *words]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"TINKER_BASE_URL=(\S+) TINKER_API_KEY=(\S+)", line)
+        assert found, line
+        self.url, self.key = found[1], found[2]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def ask(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        """The status and the answer; `body` is JSON data or bytes."""
+        connection = http.client.HTTPConnection(urlparse(self.url).netloc, timeout=WAIT_S)
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        told = {"X-API-Key": self.key, **headers}
+        connection.request("POST", f"/api/v1/{path}", raw, told)
+        answer = connection.getresponse()
+        text = answer.read()
+        connection.close()
+        is_json = "json" in answer.headers.get("Content-Type", "")
+        return answer.status, json.loads(text) if is_json else text
+
+    def result(self, path: str, body: Any) -> Any:
+        """The result of a call."""
+        status, promise = self.ask(path, body)
+        assert status == 200, promise
+        return self.retrieved(promise["request_id"])
+
+    def retrieved(self, id: str) -> Any:
+        status, answer = self.ask("retrieve_future", {"request_id": id})
+        while status == 408:
+            status, answer = self.ask("retrieve_future", {"request_id": id})
+        assert status == 200, answer
+        return answer
+
+
+@contextmanager
+def served(folder: Any, model: Any) -> Any:
+    folder.mkdir(exist_ok=True)
+    server = Server(folder, model)
+    try:
+        yield server
+    finally:
+        server.process.send_signal(signal.SIGINT)
+        try:
+            server.process.communicate(timeout=WAIT_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    with served(tmp_path_factory.mktemp("served"), model) as made:
+        yield made
+
+
+def started(server: Server, model: Any) -> str:
+    """The id of a new model."""
+    told = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
+    _, session = server.ask("create_session", told)
+    about = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": str(model)}
+    made = server.result("create_model", {**about, "lora_config": {"rank": 4, "seed": 1}})
+    return str(made["model_id"])
+
+
+def passes(id: str) -> list[tuple[str, Any]]:
+    """Calls of two steps, the second of two passes."""
+    calls: list[tuple[str, Any]] = []
+    for seq, kind in enumerate(["sft", "step", "sft", "rl", "step", "forward"], 1):
+        if kind == "step":
+            calls.append(("optim_step", {"model_id": id, "seq_id": seq, "adam_params": ADAM}))
+            continue
+        examples = drawn(7, 5, "weights")
+        asked = request(examples, "cross_entropy", id, seq, forward_only=kind == "forward")
+        if kind == "rl":
+            asked = request(drawn(8, 5, "logprobs", "advantages"), "ppo", id, seq)
+        calls.append(("forward_backward", asked.SerializeToString()))
+    return calls
+
+
+@pytest.mark.parametrize("kills", [(1,), (2, 3), (4, 5)])
+def test_a_killed_coordinator_goes_on_with_the_same_bits(kills, model, tmp_path):
+    """The process is killed after these calls; the client asks the same address again."""
+    found: dict[bool, list[Any]] = {}
+    for is_killed in (False, True):
+        with served(tmp_path / str(is_killed), model) as server:
+            id = started(server, model)
+            results = found[is_killed] = []
+            for number, (path, body) in enumerate(passes(id)):
+                _, promise = server.ask(path, body)
+                if is_killed and number in kills:  # it may be under way, or done and not answered
+                    server.kill()
+                    server.start()
+                    assert server.ask(path, body)[1] == promise  # a retry finds the same call
+                results.append(server.retrieved(promise["request_id"]))
+    assert found[True] == found[False]
+    assert not [each for each in found[True] if isinstance(each, dict) and "error" in each]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status", "said"),
+    [
+        ("get_info", {}, {"X-API-Key": "tml-wrong"}, 401, "the API key is wrong"),
+        ("get_info", {}, {"Origin": "http://evil.example"}, 403, "a page in a browser"),
+        ("get_info", {}, {"Host": "evil.example"}, 421, "on the loopback only"),
+        ("get_info", {}, {"Content-Length": str(1 << 40)}, 413, "is the most"),
+        ("get_info", b"[]", {}, 400, "the body is no JSON object"),
+        ("get_info", {"model_id": "x"}, {}, 404, "there is no model 'x'"),
+        ("retrieve_future", {"request_id": "x"}, {}, 410, "make it again"),
+        ("elsewhere", {}, {}, 404, "elsewhere is not served here"),
+        ("forward_backward", b"\xff", {}, 400, "no ForwardBackwardRequest"),
+        ("session_heartbeat", {"session_id": "x"}, {}, 404, "there is no session 'x'"),
+        (
+            *("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0.1.0"}, {}),
+            *(400, "the client's version 0.1.0 is not known here"),
+        ),
+    ],
+)
+def test_bad_requests_are_refused_in_words(path, body, headers, status, said, server):
+    found, answer = server.ask(path, body, **headers)
+    assert found == status
+    assert said in answer["detail"]
+
+
+def test_a_second_session_is_told_who_has_the_model(server, model):
+    first = started(server, model)
+    told = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
+    _, session = server.ask("create_session", told)
+    about = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": str(model)}
+    answer = server.result("create_model", {**about, "lora_config": {"rank": 4}})
+    assert f"which session {first.partition(':')[0]} trains" in answer["error"]
+    bad = {"model_id": first, "seq_id": 9, "adam_params": {**ADAM, "beta1": 1.0}}
+    assert "beta1 is 1.0" in server.result("optim_step", bad)["error"]
+
+
+def test_silent_connections_give_way(server):
+    opened = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(1000)]
+    try:
+        assert server.ask("healthz", {})[0] == 200
+    finally:
+        for connection in opened:
+            connection.close()
+
+
+def test_the_client_trains_samples_saves_and_loads(model, tmp_path):
+    with served(tmp_path, model) as server:
+        program = str(Path(__file__).with_name("client_program.py"))
+        told = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.key}
+        told |= {"TINKER_TELEMETRY": "0"}
+        command = [sys.executable, program, str(model)]
+        done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=2 * WAIT_S)
+        assert "all is well" in done.stdout, done.stdout + done.stderr
+        (saved,) = (tmp_path / "out" / "sampler_weights").iterdir()
+        assert PeftConfig.from_pretrained(saved).r == 8
