@@ -1,4 +1,4 @@
-"""The client trains, samples, saves and loads. A process of its own, as the client's threads stay."""
+"""The client trains, samples, saves and loads; a process of its own, as its threads stay."""
 
 from __future__ import annotations
 
