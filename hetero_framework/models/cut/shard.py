@@ -509,7 +509,7 @@ class Shard:
 
     def next_logits(self, inputs: Inputs, received: Bundle, cache: Any) -> Tensor:
         """The logits [B, V] of the token that follows each row of `inputs`, on the last shard."""
-        keeps = "logits_to_keep" in _parameters(type(self.model))
+        keeps = "logits_to_keep" in _parameters(type(self.model).forward)
         extra = {"logits_to_keep": 1} if keeps else {}
         logits_BSV: Tensor = self._run(inputs, as_inner(received), cache, **extra).logits
         return logits_BSV[:, -1]
@@ -609,7 +609,7 @@ class Shard:
             with knowing(arguments.get("attention_mask")):
                 if cache is None:
                     return self.model(**arguments, use_cache=False, **extra)
-                takes = _parameters(type(self.model))
+                takes = _parameters(type(self.model).forward)
                 name = "cache_params" if "cache_params" in takes else "past_key_values"
                 arguments[name] = cache.library
                 return self.model(**arguments, use_cache=True, **extra)
@@ -845,9 +845,9 @@ def _overwrite(placeholder: Tensor, received: Tensor) -> Tensor:
 
 
 @functools.cache
-def _parameters(model: Any) -> frozenset[str]:
-    """What the forward of a model class takes."""
-    return frozenset(inspect.signature(model.forward).parameters)
+def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
+    """The names of what a forward takes."""
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def _is_frozen(module: nn.Module) -> bool:
