@@ -39,7 +39,7 @@ class FirstRun:
         name = Path(str(self.answers.model)).expanduser().resolve().name
         given = [text.partition("=") for text in self.settings]
         asked = [value for path, _, value in given if path == "training.output_dir"]
-        place = self.output_dir or (asked or [Path("runs", name)])[-1]
+        place = self.output_dir or (asked[-1] if asked else f"runs/{name}")
         return Path(place).expanduser().absolute() / DEFAULT_CONFIG
 
     def config(self) -> Config:

@@ -345,8 +345,10 @@ def _cost(work: ModelWork, device: KnownDevice) -> ModelCost:
 
     def part(piece: PartWork, kept: int = 0, again: int = 0) -> PartCost:
         def seconds(flops: float, nbytes: float) -> float:
-            about = {"half": work.half, "width": work.width, "tensors": piece.tensors}
-            return device.seconds(flops, nbytes, piece.unpacked, **about)
+            width, tensors, half = work.width, piece.tensors, work.half
+            return device.seconds(
+                flops, nbytes, piece.unpacked, half=half, width=width, tensors=tensors
+            )
 
         forward_s = seconds(piece.forward_flops, piece.forward_bytes)
         backward = piece.backward_flops, piece.backward_bytes
