@@ -56,6 +56,7 @@ OTHERS = {
     "TRL and axolotl": "DataCollatorWithFlattening DPOConfig KTOConfig RewardConfig SFTTrainer"
     " device_map early_stopping_patience lora_r micro_batch_size sample_packing"
     " sequence_len train_dataset",
+    "tinker": "save_state",
     "peft": "PeftModel.from_pretrained pissa_niter_N",
     "WireGuard, WSL and Docker": "[Interface] [Peer] .wslconfig [wsl2]",
     "datasets and its hub": "ClassLabel Json configs load_dataset remove_none_values save_to_disk"

@@ -25,10 +25,9 @@ from hetero_framework.engine.grad_clip import clip_factor
 from hetero_framework.engine.stage import WEIGHTS
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
 from hetero_framework.errors import CheckpointError, ConfigError, UserError
-from hetero_framework.extras.talking.generation import Choice, Generator
-from hetero_framework.extras.talking.prompts import Prompt
-from hetero_framework.extras.tinker.datums import Call, Limits
-from hetero_framework.extras.tinker.token_losses import LOGPROBS, RECIPE, recipe
+from hetero_framework.extras.talking.generation import Generator
+from hetero_framework.extras.talking.sampling import SampleRequest, SampleResult
+from hetero_framework.extras.tinker.datums import CallExamples, Limits
 from hetero_framework.models.adapters.lora import explicit_settings, plan_adapter
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model
@@ -76,13 +75,11 @@ class CalledModel:
         longest = getattr(text, "max_position_embeddings", None)
         self.limits = Limits(int(text.vocab_size), min(longest or _MOST_TOKENS, _MOST_TOKENS))
         self.kind = str(source.config.model_type)
-        ends = getattr(source.generation, "eos_token_id", None) or text.eos_token_id
-        self.ends = {*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id}
         self.rows = config.training.per_device_train_batch_size
         self.repeat: Callable[[int, int], None] = lambda after, up_to: None
         self.done = 0
         self._config: Config | None = None
-        self._open: list[Call] = []
+        self._open: list[CallExamples] = []
         self._added = 0  # calls of the open step whose gradients the stages have
         self._reports: list[GradientReport] = []
         self._mine: dict[str, torch.Tensor] = {}  # the trained weights, while others are in place
@@ -190,7 +187,7 @@ class CalledModel:
 
     # -- calls ----------------------------------------------------------------------------------
 
-    def forward(self, call: Call) -> tuple[list[float], list[Mapping[str, torch.Tensor]]]:
+    def forward(self, call: CallExamples) -> tuple[list[float], list[Mapping[str, torch.Tensor]]]:
         """Losses and named tensors of the micro-batches, without gradients."""
         _ = self._made
 
@@ -202,7 +199,7 @@ class CalledModel:
 
         return self._exactly(run)
 
-    def forward_backward(self, call: Call) -> tuple[list[float], list[Mapping[str, torch.Tensor]]]:
+    def forward_backward(self, call: CallExamples) -> tuple[list[float], list[Mapping[str, torch.Tensor]]]:
         """As `forward`; the gradients are added to those of the open step."""
         _ = self._made
         self._open.append(call)
@@ -233,7 +230,7 @@ class CalledModel:
         weight, if a gradient is not finite."""
         _, began = self._made, time.perf_counter()
         if not self._open:
-            self._open.append(Call([], []))
+            self._open.append(CallExamples([], []))
         values = tuple(float(adam[name]) for name in _ADAM)
 
         def commit() -> float:
@@ -314,32 +311,16 @@ class CalledModel:
 
     # -- samples --------------------------------------------------------------------------------
 
-    def sample(
-        self, prompt: Sequence[int], choices: Sequence[Choice], adapter: Path | None, is_now: bool
-    ) -> list[list[int]]:
-        """The tokens that follow a prompt, once for each choice, by the weights of an `adapter`
-        (None: of the base model) or, if it `is_now`, by those that are trained."""
+    def sample(self, request: SampleRequest, adapter: Path | None, is_now: bool) -> SampleResult:
+        """The samples of a request, by the weights of an `adapter` (None: of the base model) or, if
+        it `is_now`, by those that are trained. Raises DataError for what the model cannot do."""
 
-        def run() -> list[list[int]]:
+        def run() -> SampleResult:
             self._set_aside()
-            with_weights = partial(self._with_weights, adapter) if not is_now else None
-            made = []
-            for choice in choices:
-                do = partial(self._generated, prompt, choice)
-                made.append(do() if with_weights is None else with_weights(do))
-            return made
+            do = partial(self._generator.sample, self._cluster, [request], step=self._step.step)
+            return (do() if is_now else self._with_weights(adapter, do))[0]
 
         return self._exactly(run)
-
-    def _generated(self, prompt: Sequence[int], choice: Choice) -> list[int]:
-        told: list[int] = []
-
-        def take(_: int, token: int) -> None:
-            told.append(token)
-
-        about = [Prompt("", list(prompt))], choice
-        self._generator.run(self._cluster, *about, step=self._step.step, take_token=take)
-        return told
 
     def _with_weights(self, adapter: Path | None, do: Callable[[], T]) -> T:
         """Do something while the stages have an adapter's weights, or none of an adapter."""
@@ -364,32 +345,6 @@ class CalledModel:
         pipeline.load_weights(self._mine)
         self._mine = {}
         return result
-
-    def logprobs(
-        self, texts: Sequence[Sequence[int]], adapter: Path | None, is_now: bool
-    ) -> list[list[float]]:
-        """The log-probability of each token but the first of these texts."""
-        told = recipe("cross_entropy", {})
-
-        def batch(text: Sequence[int]) -> dict[str, torch.Tensor]:
-            ids = torch.tensor([list(text)])
-            ones = torch.ones(1, ids.shape[1] - 1)
-            inputs = {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "weights": ones}
-            return {**inputs, "attention_mask": ones.long(), RECIPE: told}
-
-        batches = [batch(text) for text in texts]
-
-        def run() -> list[list[float]]:
-            self._set_aside()
-
-            def passed() -> list[list[float]]:
-                self._cluster.begin(self._info(len(batches), train=False))
-                self._cluster.pipeline.run(batches)
-                return [named[LOGPROBS][0].cpu().tolist() for named in self._named()]
-
-            return passed() if is_now else self._with_weights(adapter, passed)
-
-        return self._exactly(run)
 
 
 class _Weights:

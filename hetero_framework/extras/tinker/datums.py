@@ -45,14 +45,14 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallExamples:
     """A call of forward or forward_backward: micro-batches, and the tokens of each example."""
 
     batches: list[MicroBatch]
     lengths: list[int]
 
 
-def call_of(request: Any, rows: int, limits: Limits) -> Call:
+def call_of(request: Any, rows: int, limits: Limits) -> CallExamples:
     """The call that a ForwardBackwardRequest asks for, `rows` examples in a micro-batch. Raises
     UserError, which names what the client has to change."""
     loss, settings = request.loss_fn, dict(request.loss_fn_config)
@@ -71,7 +71,7 @@ def call_of(request: Any, rows: int, limits: Limits) -> Call:
     told = recipe(loss, settings)
     parts = [examples[first : first + rows] for first in range(0, len(examples), rows)]
     lengths = [len(example["input_ids"]) for example in examples]
-    return Call([_padded(part, told) for part in parts], lengths)
+    return CallExamples([_padded(part, told) for part in parts], lengths)
 
 
 def tokens_of(chunks: Iterable[Any]) -> np.ndarray:
@@ -139,13 +139,13 @@ def _padded(examples: Sequence[Mapping[str, np.ndarray]], told: torch.Tensor) ->
     return {**batch, RECIPE: told}
 
 
-def logprobs_of(call: Call, named: Sequence[Mapping[str, torch.Tensor]]) -> list[np.ndarray]:
+def logprobs_of(call: CallExamples, named: Sequence[Mapping[str, torch.Tensor]]) -> list[np.ndarray]:
     """The log-probabilities of each example's targets, float32, from all micro-batches."""
     rows = [row for tensors in named for row in tensors[LOGPROBS].cpu().float().numpy()]
     return [row[:length] for row, length in zip(rows, call.lengths, strict=True)]
 
 
-def answer(call: Call, losses: Sequence[float], named: Sequence[Mapping[str, Any]]) -> bytes:
+def answer(call: CallExamples, losses: Sequence[float], named: Sequence[Mapping[str, Any]]) -> bytes:
     """The ForwardBackwardOutput of a call."""
     from tinker.proto import tinker_public_pb2 as pb
 

@@ -48,7 +48,7 @@ class Endpoint(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, service: Service, key: str, port: int = 0) -> None:
-        super().__init__((LOOPBACK, port), _Request)
+        super().__init__((LOOPBACK, port), _ClientRequest)
         self.service, self.key = service, key
         self.address = f"http://{LOOPBACK}:{self.server_address[1]}"
         self._silent: dict[Any, None] = {}
@@ -88,7 +88,7 @@ class Endpoint(ThreadingHTTPServer):
         """Connections that break are not reported."""
 
 
-class _Request(BaseHTTPRequestHandler):
+class _ClientRequest(BaseHTTPRequestHandler):
     server: Endpoint
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "hetero", ""

@@ -27,7 +27,7 @@ KEPT_ANSWERS = 1000
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeptCall:
     """A call: its place in the order of all calls, its id, its kind and the message."""
 
     number: int
@@ -57,12 +57,13 @@ class Journal:
     def keep(self, state: Mapping[str, Any]) -> None:
         write_file(self._state, json.dumps(state, indent=1).encode() + b"\n")
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[KeptCall]:
         """All calls that are kept, in order."""
         found = []
         for path in sorted(self._folder.glob("*.call")):
             head, _, body = read_own(path, most_bytes=MOST_BYTES).partition(b"\n")
-            found.append(Entry(int(path.stem), *json.loads(head), body))
+            id, kind = json.loads(head)
+            found.append(KeptCall(int(path.stem), id, kind, body))
         return found
 
     def answers(self) -> dict[str, tuple[int, Answer]]:
@@ -74,10 +75,10 @@ class Journal:
             found[id] = int(path.stem), body if is_bytes else json.loads(body)
         return found
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: KeptCall) -> None:
         self._write(f"{entry.number:09d}.call", [entry.id, entry.kind], entry.body)
 
-    def answered(self, entry: Entry, answer: Answer) -> None:
+    def answered(self, entry: KeptCall, answer: Answer) -> None:
         is_bytes = isinstance(answer, bytes)
         body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self._write(f"{entry.number:09d}.answer", [entry.id, is_bytes], body)

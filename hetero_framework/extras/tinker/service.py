@@ -1,5 +1,6 @@
-"""What the endpoint does with each request. Threads of connections put calls into a queue; the
-thread that computes takes them in the order in which they came.
+"""Answers to an endpoint's requests.
+
+Threads of connections put calls into a queue; the thread that computes takes them in order.
 
 Every call gets an id that follows from what the client sent, so a repeated request finds its first
 answer. A call that is refused is answered in words, in its turn.
@@ -15,18 +16,18 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hetero_framework.errors import HeteroError, UserError, in_words
-from hetero_framework.extras.talking.generation import Choice
+from hetero_framework.extras.talking.sampling import SampleRequest
 from hetero_framework.extras.tinker.called_model import CalledModel, Lora
 from hetero_framework.extras.tinker.datums import answer, call_of
-from hetero_framework.extras.tinker.journal import KEPT_ANSWERS, Answer, Entry, Journal
+from hetero_framework.extras.tinker.journal import KEPT_ANSWERS, Answer, KeptCall, Journal
 from hetero_framework.trainer.checkpoint import CheckpointStore
 
 SILENCE_S = 600.0
@@ -35,6 +36,7 @@ KNOWN_VERSIONS = ("0.38.",)
 """Versions of the client whose messages are known."""
 _WAIT_S = 20.0  # of one question for an answer
 _MOST_WAITING = 10_000
+_MAX_TOKENS = 512  # of a sample for which the client names no number
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
 _LASTING = ("create_model", "forward_backward", "optim_step", "load_weights", "save_weights")
@@ -54,7 +56,7 @@ class Refused(Exception):
 class _Waiting:
     """A call that has no answer yet, or just got it."""
 
-    entry: Entry
+    entry: KeptCall
     ready: threading.Event
 
 
@@ -108,7 +110,7 @@ class Service:
                 continue
             self._answered(waiting.entry, self._outcome(waiting.entry))
 
-    def _outcome(self, entry: Entry) -> Answer:
+    def _outcome(self, entry: KeptCall) -> Answer:
         """Do a call. What a client did wrong becomes its answer."""
         try:
             return self._do(entry)
@@ -121,7 +123,7 @@ class Service:
             _log.warning("a call of %s could not be read", entry.kind, exc_info=True)
             return {"error": f"{entry.kind}: {in_words(error)}", "category": "user"}
 
-    def _answered(self, entry: Entry, result: Answer) -> None:
+    def _answered(self, entry: KeptCall, result: Answer) -> None:
         if entry.kind in _LASTING:
             self._journal.answered(entry, result)
         with self._lock:
@@ -141,13 +143,13 @@ class Service:
         with self._lock:
             self._log = {n: entry for n, entry in self._log.items() if n > number}
 
-    def _do(self, entry: Entry) -> Answer:
+    def _do(self, entry: KeptCall) -> Answer:
         if entry.kind == "forward_backward":
             return self._pass(entry)
         told = json.loads(entry.body)
         return getattr(self, f"_do_{entry.kind}")(entry, told)  # type: ignore[no-any-return]
 
-    def _pass(self, entry: Entry) -> Answer:
+    def _pass(self, entry: KeptCall) -> Answer:
         from tinker.proto import tinker_public_pb2 as pb
 
         request = pb.ForwardBackwardRequest.FromString(entry.body)
@@ -156,7 +158,7 @@ class Service:
         do = self._model.forward if request.forward_only else self._model.forward_backward
         return answer(call, *do(call))
 
-    def _do_create_model(self, entry: Entry, told: dict[str, Any]) -> Answer:
+    def _do_create_model(self, entry: KeptCall, told: dict[str, Any]) -> Answer:
         if told["base_model"] not in (self._name, Path(self._name).name):
             raise UserError(
                 f"this endpoint has the model {self._name!r}, no {told['base_model']!r}"
@@ -166,7 +168,7 @@ class Service:
         lora = told.get("lora_config") or {"rank": 32}
         return self._make(entry, told, Lora(**lora))
 
-    def _make(self, entry: Entry, told: dict[str, Any], lora: Lora) -> dict[str, Any]:
+    def _make(self, entry: KeptCall, told: dict[str, Any], lora: Lora) -> dict[str, Any]:
         if not 1 <= lora.rank <= 4096:
             raise UserError(f"a LoRA rank of {lora.rank} is not possible: 1 to 4096 are")
         session = told["session_id"]
@@ -197,7 +199,7 @@ class Service:
             now = "there is none" if self._holder is None else f"it is {self._holder['id']} now"
             raise UserError(f"{id} is not the model of this endpoint: {now}")
 
-    def _do_optim_step(self, entry: Entry, told: dict[str, Any]) -> Answer:
+    def _do_optim_step(self, entry: KeptCall, told: dict[str, Any]) -> Answer:
         from tinker.types import AdamParams
 
         self._held(told["model_id"])
@@ -217,7 +219,7 @@ class Service:
             raise UserError(f"{name!r} is no name: letters, digits, '.', '_' and '-' are")
         return self._folder / kind / name
 
-    def _do_save_weights(self, entry: Entry, told: dict[str, Any]) -> Answer:
+    def _do_save_weights(self, entry: KeptCall, told: dict[str, Any]) -> Answer:
         self._held(told["model_id"])
         name = told.get("path") or f"{entry.number}"
         place = self._place("weights", name)
@@ -236,7 +238,7 @@ class Service:
             raise UserError(f"there are no {kind} at {path!r}")
         return place
 
-    def _do_load_weights(self, entry: Entry, told: dict[str, Any]) -> Answer:
+    def _do_load_weights(self, entry: KeptCall, told: dict[str, Any]) -> Answer:
         place = self._saved(told["path"], "weights")
         id = told.get("model_id")
         if id is None:
@@ -249,7 +251,7 @@ class Service:
         self._model.load(reader, with_optimizer=optimizer, number=entry.number)
         return {"path": told["path"], "model_id": id, "type": "load_weights"}
 
-    def _do_save_weights_for_sampler(self, entry: Entry, told: dict[str, Any]) -> Answer:
+    def _do_save_weights_for_sampler(self, entry: KeptCall, told: dict[str, Any]) -> Answer:
         self._held(told["model_id"])
         name = told.get("path") or f"{entry.number}"
         self._model.export(self._place("sampler_weights", name))
@@ -264,7 +266,7 @@ class Service:
             self._keep()
         return made
 
-    def _do_asample(self, entry: Entry, told: dict[str, Any]) -> Answer:
+    def _do_asample(self, entry: KeptCall, told: dict[str, Any]) -> Answer:
         path = told.get("model_path")
         if (session := told.get("sampling_session_id")) is not None:
             path = self._samplers[session]
@@ -278,24 +280,19 @@ class Service:
     def _sampled(self, told: dict[str, Any], adapter: Path | None, is_now: bool) -> bytes:
         from tinker.proto import tinker_public_pb2 as pb
 
-        prompt, choices = self._asked(told)
-        found = self._model.sample(prompt, choices, adapter, is_now)
-        texts = [[*prompt, *tokens] for tokens in found]
-        logprobs = self._model.logprobs(texts, adapter, is_now)
-        output, before = pb.SampleResponse(), len(prompt) - 1
-        if told.get("prompt_logprobs"):
-            of_prompt = np.array([math.nan, *logprobs[0][:before]], np.float32)
-            output.prompt_logprobs = of_prompt.tobytes()
-        for tokens, row in zip(found, logprobs, strict=True):
+        result = self._model.sample(self._asked(told), adapter, is_now)
+        output = pb.SampleResponse()
+        if result.prompt_logprobs is not None:
+            output.prompt_logprobs = _floats(result.prompt_logprobs)
+        for sample in result.samples:
             sequence = output.sequences.add()
-            ended = len(tokens) < choices[0].max_new_tokens or tokens[-1] in self._model.ends
+            ended = sample.stop_reason == "stop"
             sequence.stop_reason = pb.STOP_REASON_STOP if ended else pb.STOP_REASON_LENGTH
-            sequence.tokens = np.array(tokens, np.int32).tobytes()
-            sequence.logprobs = np.array(row[before:], np.float32).tobytes()
+            sequence.tokens = np.array(sample.tokens, np.int32).tobytes()
+            sequence.logprobs = _floats(sample.logprobs)
         return bytes(output.SerializeToString())
 
-    def _asked(self, told: dict[str, Any]) -> tuple[list[int], list[Choice]]:
-        """The prompt of a SampleRequest, and how each of its samples is chosen."""
+    def _asked(self, told: dict[str, Any]) -> SampleRequest:
         chunks = told["prompt"]["chunks"]
         if kinds := [
             c.get("type") for c in chunks if c.get("type", "encoded_text") != "encoded_text"
@@ -309,16 +306,18 @@ class Service:
         for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
             if told.get(name):
                 raise UserError(f"{name} is not supported")
-        if params.get("stop") is not None or params.get("top_k", -1) not in (-1, 0):
-            raise UserError("stop and top_k are not supported yet")
-        number = told.get("num_samples", 1)
-        if not 1 <= number <= 1024:
-            raise UserError(f"num_samples is {number}; 1 to 1024 are possible")
-        seed = params.get("seed")
-        first = secrets.randbits(31) if seed is None else int(seed)
-        most = params.get("max_tokens") or 512
-        choice = Choice(most, params.get("temperature", 1.0), params.get("top_p", 1.0), first)
-        return prompt, [replace(choice, seed=first + k) for k in range(number)]
+        seed, stop = params.get("seed"), params.get("stop")
+        return SampleRequest(
+            tuple(prompt),
+            num_samples=int(told.get("num_samples", 1)),
+            max_tokens=params.get("max_tokens") or _MAX_TOKENS,
+            temperature=params.get("temperature", 1.0),
+            top_k=params.get("top_k", -1),
+            top_p=params.get("top_p", 1.0),
+            seed=secrets.randbits(31) if seed is None else int(seed),
+            stop=tuple([stop] if isinstance(stop, str) else stop or ()),
+            prompt_logprobs=bool(told.get("prompt_logprobs")),
+        )
 
     # -- threads of connections -----------------------------------------------------------------
 
@@ -386,7 +385,7 @@ class Service:
                 if len(self._waiting) >= _MOST_WAITING:
                     raise Refused(429, f"{_MOST_WAITING} calls wait already")
                 self._number += 1
-                entry = Entry(self._number, id, kind, body)
+                entry = KeptCall(self._number, id, kind, body)
                 if kind in _LASTING:
                     self._journal.add(entry)
                     self._log[entry.number] = entry
@@ -463,6 +462,11 @@ class Service:
         """Keep what no call's message says. `_lock` is held."""
         state = {"sessions": [*self._sessions], "model": self._holder}
         self._journal.keep({**state, "samplers": self._samplers, "versions": self._versions})
+
+
+def _floats(values: Iterable[float | None]) -> bytes:
+    """float32, NaN for None."""
+    return np.array([math.nan if v is None else v for v in values], np.float32).tobytes()
 
 
 _QUEUED = (*_LASTING, "save_weights_for_sampler", "asample")

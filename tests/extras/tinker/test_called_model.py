@@ -127,7 +127,7 @@ def test_the_numbers_are_those_of_peft_in_one_process(whole, model):
     folder, seen = whole
     base = AutoModelForCausalLM.from_pretrained(model)
     peft = PeftModel.from_pretrained(base, folder / "before", is_trainable=True)
-    peft.eval()
+    peft.train(False)
     parameters = [p for p in peft.parameters() if p.requires_grad]
     adam = torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)
     told = iter(seen)
