@@ -14,7 +14,7 @@ from tests.extras.host_memory.training import LORA, Training, Watched, config, d
 pytestmark = pytest.mark.usefixtures("own_memory")
 OPTIMIZERS = [
     *("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"),
-    *("adamw_8bit", "lion_8bit", "paged_adamw_8bit", "ademamix"),
+    *("adamw_8bit", "lion_8bit", "ademamix"),
 ]
 CUTS: list[tuple[int, ...]] = [(), (3,), (2, 4)]
 
