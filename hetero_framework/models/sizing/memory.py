@@ -166,8 +166,9 @@ class StageMemory:
     @property
     def layer_bytes(self) -> list[int]:
         """The bytes of each layer that stream."""
-        learned = self.learned or (0,) * len(self.frozen)
-        return [sum(pair) for pair in zip(self.frozen, learned, strict=True)]
+        if not any(self.learned):
+            return list(self.frozen)
+        return [sum(pair) for pair in zip(self.frozen, self.learned, strict=True)]
 
     def _streamed(self, count: int) -> list[int]:
         return [self.layer_bytes[k] for k in spread(count, 0, len(self.frozen))]
@@ -179,7 +180,9 @@ class StageMemory:
 
     def _homes(self, count: int) -> int:
         """Bytes of gradients in host memory."""
-        return sum(self.learned[k] for k in spread(count, 0, len(self.learned)) if self.learned)
+        return sum(
+            self.learned[k] for k in spread(count, 0, len(self.learned)) if any(self.learned)
+        )
 
     def _away(self, count: int) -> int:
         """Bytes of gradients that the device saves: those of three layers are there, on their
