@@ -205,6 +205,8 @@ class Session:
         if sender == self.peer and self._crossing is not None:
             phase = self._crossing
         following = ORDER[phase].get(type(body))
+        if isinstance(body, m.Step) and phase is Phase.COLLECTED and not body.continues:
+            following = None  # it would drop gradients before they are committed
         if following is None or body.spec.sender not in (sender, m.EITHER):
             names = ", ".join(kind.spec.name for kind in legal(sender, phase)) or "nothing"
             where = f"{phase.name} ({phase.value}) allows {names}"

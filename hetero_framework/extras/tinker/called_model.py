@@ -199,7 +199,9 @@ class CalledModel:
 
         return self._exactly(run)
 
-    def forward_backward(self, call: CallExamples) -> tuple[list[float], list[Mapping[str, torch.Tensor]]]:
+    def forward_backward(
+        self, call: CallExamples
+    ) -> tuple[list[float], list[Mapping[str, torch.Tensor]]]:
         """As `forward`; the gradients are added to those of the open step."""
         _ = self._made
         self._open.append(call)

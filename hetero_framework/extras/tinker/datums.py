@@ -139,13 +139,17 @@ def _padded(examples: Sequence[Mapping[str, np.ndarray]], told: torch.Tensor) ->
     return {**batch, RECIPE: told}
 
 
-def logprobs_of(call: CallExamples, named: Sequence[Mapping[str, torch.Tensor]]) -> list[np.ndarray]:
+def logprobs_of(
+    call: CallExamples, named: Sequence[Mapping[str, torch.Tensor]]
+) -> list[np.ndarray]:
     """The log-probabilities of each example's targets, float32, from all micro-batches."""
     rows = [row for tensors in named for row in tensors[LOGPROBS].cpu().float().numpy()]
     return [row[:length] for row, length in zip(rows, call.lengths, strict=True)]
 
 
-def answer(call: CallExamples, losses: Sequence[float], named: Sequence[Mapping[str, Any]]) -> bytes:
+def answer(
+    call: CallExamples, losses: Sequence[float], named: Sequence[Mapping[str, Any]]
+) -> bytes:
     """The ForwardBackwardOutput of a call."""
     from tinker.proto import tinker_public_pb2 as pb
 

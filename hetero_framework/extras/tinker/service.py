@@ -27,7 +27,7 @@ from hetero_framework.errors import HeteroError, UserError, in_words
 from hetero_framework.extras.talking.sampling import SampleRequest
 from hetero_framework.extras.tinker.called_model import CalledModel, Lora
 from hetero_framework.extras.tinker.datums import answer, call_of
-from hetero_framework.extras.tinker.journal import KEPT_ANSWERS, Answer, KeptCall, Journal
+from hetero_framework.extras.tinker.journal import KEPT_ANSWERS, Answer, Journal, KeptCall
 from hetero_framework.trainer.checkpoint import CheckpointStore
 
 SILENCE_S = 600.0

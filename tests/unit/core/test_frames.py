@@ -515,6 +515,12 @@ def test_late_messages_of_an_aborted_attempt_are_legal():
     assert worker.phase is Phase.IDLE
 
 
+def test_a_step_that_continues_adds_to_collected_gradients():
+    worker = walk(UP + "STEP GRADIENT_NORMS")[1]
+    assert worker.receive(Message(replace(examples()["STEP"].body, continues=True)))
+    assert worker.phase is Phase.STEP
+
+
 @pytest.mark.parametrize(
     ("before", "message", "role"),
     [
