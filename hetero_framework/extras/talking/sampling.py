@@ -7,6 +7,9 @@ from typing import Literal
 
 from hetero_framework.errors import DataError
 
+MOST_SAMPLES = 4096
+"""Of one prompt, in one request."""
+
 
 @dataclass(frozen=True)
 class SampleRequest:
@@ -44,7 +47,7 @@ class SampleRequest:
             "prompt": (len(self.prompt), 1, most - 1),
             "token of the prompt": (max(self.prompt, default=0), 0, vocabulary - 1),
             "token of the prompt, the least": (min(self.prompt, default=0), 0, vocabulary - 1),
-            "num_samples": (self.num_samples, 1, 4096),
+            "num_samples": (self.num_samples, 1, MOST_SAMPLES),
             "max_tokens": (self.max_tokens, 1, 1 << 20),
             "temperature": (self.temperature, 0, 1e9),
             "top_k": (self.top_k, -1, 1 << 31),

@@ -5,7 +5,7 @@ Its first micro-batch is the prompt, once; the stages then repeat what they keep
 one has the newest token of every text, or, where the model has no cache, the whole texts. A group's
 next micro-batch can begin when its tokens have come, so other groups keep the stages busy.
 
-What a micro-batch holds follows from its request alone, never from other groups: so do its bits.
+A request alone decides the contents of its micro-batches, and so their bits; other groups do not.
 """
 
 from __future__ import annotations

@@ -205,7 +205,12 @@ class CalledModel:
         """As `forward`; the gradients are added to those of the open step."""
         _ = self._made
         self._open.append(call)
-        losses = self._exactly(self._add_up)
+        try:
+            losses = self._exactly(self._add_up)
+        except (UserError, ValueError, TypeError, KeyError):  # the call is answered as refused
+            self._open.pop()
+            self._exactly(self._set_aside)
+            raise
         return losses, self._named()
 
     def _add_up(self) -> list[float]:

@@ -11,6 +11,7 @@ import json
 import logging
 import re
 import secrets
+import sys
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_framework.core.addresses import LOOPBACK
-from hetero_framework.core.files import write_file
+from hetero_framework.core.files import write_private
 from hetero_framework.errors import HeteroError
 from hetero_framework.extras.tinker.journal import MOST_BYTES
 from hetero_framework.extras.tinker.service import Refused, Service
@@ -36,8 +37,7 @@ def key_in(folder: Path) -> str:
     with suppress(FileNotFoundError):
         return read_own(file).decode().strip()
     key = f"tml-{secrets.token_urlsafe(24)}"
-    write_file(file, key.encode() + b"\n")
-    file.chmod(0o600)
+    write_private(file, key.encode() + b"\n")
     return key
 
 
@@ -85,7 +85,9 @@ class Endpoint(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Connections that break are not reported."""
+        """Report what is a fault here; connections that break are none."""
+        if not isinstance(error := sys.exc_info()[1], OSError):
+            _log.error("a request of a client failed here", exc_info=error)
 
 
 class _ClientRequest(BaseHTTPRequestHandler):

@@ -4,7 +4,7 @@
     calls/000000012.answer   one line of JSON (kind of body), then the answer
     endpoint.json            sessions, the model, and what was saved, by name
 
-What is written outlives the process, but not a power cut, as the durable step does.
+These files outlive the process but not a power cut, like those of the durable step.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from hetero_framework.errors import HeteroError, UserError, in_words
-from hetero_framework.extras.talking.sampling import SampleRequest
+from hetero_framework.extras.talking.sampling import MOST_SAMPLES, SampleRequest
 from hetero_framework.extras.tinker.called_model import CalledModel, Lora
 from hetero_framework.extras.tinker.datums import answer, call_of
 from hetero_framework.extras.tinker.journal import KEPT_ANSWERS, Answer, Journal, KeptCall
@@ -331,10 +331,13 @@ class Service:
         except (ValueError, AssertionError, RecursionError):
             raise Refused(400, "the body is no JSON object") from None
         if path in _QUEUED:
+            number = told.get("num_samples", 1) if path == "asample" else 0
+            if not (isinstance(number, int) and 0 <= number <= MOST_SAMPLES):
+                raise Refused(422, f"num_samples is no number from 1 to {MOST_SAMPLES}")
             promise = self._promise(path, body, self._id_of(path, told))
-            if path == "asample":
-                number = range(int(told.get("num_samples", 1)))
-                promise["sample_sequence_ids"] = [f"{promise['request_id']}:{k}" for k in number]
+            if number:
+                ids = [f"{promise['request_id']}:{k}" for k in range(number)]
+                promise["sample_sequence_ids"] = ids
             return promise
         at_once = getattr(self, f"_at_{path.replace('/', '_')}", None)
         if at_once is None:
