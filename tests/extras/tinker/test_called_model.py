@@ -109,13 +109,13 @@ def test_every_cut_gives_the_same_bits(cuts, pool, whole, model, tmp_path):
 def test_a_killed_worker_changes_nothing(whole, model, tmp_path):
     raw = {**machines_here(("local", 2), (1, 4), (2, 6)), **sections(model)}
     raw["training"] = {**raw["training"], "output_dir": str(tmp_path)}
-    killed = []
+    killed, before = [], psutil.Process().children()  # those of the pool among them
 
     def kill() -> None:
-        for child in psutil.Process().children(recursive=True):
-            if "--worker-id" in child.cmdline() and not killed:
-                killed.append(child.pid)
-                child.kill()
+        if not killed:
+            worker = next(child for child in psutil.Process().children() if child not in before)
+            killed.append(worker.pid)
+            worker.kill()
 
     with called(raw) as made:
         found = train(made, tmp_path, kill).seen
