@@ -27,7 +27,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -475,7 +475,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args(argv)
     count = options.instances or {"large": 4, "splits": 50, "estimates": 40}.get(options.what, 300)
-    chosen = {
+    chosen: dict[str, Callable[[], dict[str, Any]]] = {
         "exhaustive": lambda: exhaustive(
             [instance(options.seed + number) for number in range(count)]
         ),
