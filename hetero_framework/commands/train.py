@@ -58,7 +58,7 @@ OPTIONS = (
     option("--adapter", choices=ADAPTERS, help="with --model: what to train (default: lora)"),
     value("--objective", "NAME", "with --model: what to learn (default: what the data tell)"),
     flag("--dry-run", "show plan, memory and an estimate of the time, and stop"),
-    value("--output-dir", "DIR", "instead of training.output_dir"),
+    value("--output-dir", "DIR", "instead of training.output_dir; with --model, of runs/NAME"),
     value("--resume", "latest|N", "continue from a checkpoint", type=_resume_step),
     value("--resume_step", "N", "as --resume N", type=_resume_step, dest="resume"),
     option(
