@@ -187,6 +187,7 @@ def _shown_import(execute: Callable[[Any], None], module: Any) -> None:
         with at_work(LOADING):
             execute(module)
     finally:
+        gc.freeze()  # no later collection looks at these million objects
         gc.enable()
 
 

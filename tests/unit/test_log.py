@@ -261,3 +261,5 @@ def test_a_large_import_is_shown_on_a_terminal_until_it_is_done(tmp_path, monkey
     assert module.seen[1] is False
     assert terminal.getvalue().endswith("\r")
     assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
