@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import hetero_framework
+from tests.cases import seldom
 from tests.samples import free_ports, save_llama, save_texts
 from tests.terminal import terminal
 
@@ -222,7 +223,11 @@ print(json.dumps(told))
 """
 
 
-@pytest.mark.parametrize("extra", ["", *dict.fromkeys(extra for extra, *_ in WANTS)])
+# Those that start runs or load models do so where all are absent, too.
+@pytest.mark.parametrize(
+    "extra",
+    seldom(["", *dict.fromkeys(extra for extra, *_ in WANTS)], "host_memory", "multimodal"),
+)
 def test_who_wants_an_absent_extra_is_told_in_one_sentence(place, extra):
     """And nobody else; the folder is deleted, without a name all are."""
     there = [
