@@ -44,7 +44,7 @@ STEPS = 4
 
 
 @pytest.fixture(autouse=True)
-def quorums(nothing_left, monkeypatch):
+def quorums(nothing_left, monkeypatch, verdicts):
     """All islands come to a lighthouse without torchft."""
     monkeypatch.setattr(lighthouse, "SETTLE_S", 0.0)
     monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", LinkDeadlines())

@@ -66,7 +66,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def configured(pool, llama, tmp_path):
+def configured(pool, llama, tmp_path, verdicts):
     pairs = str(save_pairs(tmp_path / "pairs.jsonl"))
     ratings = str(save_ratings(tmp_path / "ratings.jsonl"))
 
