@@ -162,7 +162,7 @@ def introspect(config: PretrainedConfig) -> ModelStructure:
     """Learn the structure of `config`'s model. Raises ArchitectureError when it cannot be cut, or
     when its tiny copy does not run."""
     try:
-        asked = _key(config)
+        asked = as_text(config)
         if asked not in _learned:  # also for itself: making the tiny one takes 3 ms each time
             with quiet_library():
                 _learned[asked] = _structure(config)
@@ -171,7 +171,8 @@ def introspect(config: PretrainedConfig) -> ModelStructure:
         raise no_tiny_copy(config, error) from error
 
 
-def _key(config: PretrainedConfig) -> str:
+def as_text(config: PretrainedConfig) -> str:
+    """All settings of a model, to remember by them what was found of it."""
     return json.dumps(config.to_dict(), sort_keys=True, default=str)
 
 
@@ -180,7 +181,7 @@ def _structure(config: PretrainedConfig) -> ModelStructure:
         structure: ModelStructure = family.structure(config)
         return structure
     tiny = shrink(config)
-    if (key := _key(tiny)) not in _learned:
+    if (key := as_text(tiny)) not in _learned:
         with torch.random.fork_rng(devices=[]):
             seed_cpu(0)
             _learned[key] = _learn(model_class(tiny), tiny)
