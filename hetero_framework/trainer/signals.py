@@ -34,7 +34,7 @@ def hearing(words: Sequence[str], *, ends: bool = False) -> Iterator[StopRequest
     takes part in a run. The block begins before the command's modules are imported. A supervised
     worker and other commands get None, and signals keep the system's meaning. If the process `ends`
     with the block, later signals have no effect."""
-    if words[:1] not in (["train"], ["worker"]) or "--supervised" in words:
+    if words[:1] not in (["train"], ["worker"], ["serve"]) or "--supervised" in words:
         yield None
         return
     stop = StopRequest(ends=ends)

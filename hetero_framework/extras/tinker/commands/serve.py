@@ -61,7 +61,6 @@ def serve(config: Any, access: Any, port: int, told: Any = print) -> None:
     stop, folder = StopRequest(), config.output_dir
     directories = RunDirectories(config, CheckpointStore(config.checkpoints))
     with stop, directories, cluster_for(config, source, access, run_id_of(folder)) as cluster:
-        cluster.start(config.plan.owners)
         model = CalledModel(config, cluster, source)
         service = Service(model, config.model.name_or_path, folder)
         service.resume()
