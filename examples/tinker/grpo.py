@@ -4,7 +4,7 @@
 
 sums.py says how to make a model and an endpoint. Each step asks some sums and takes a group of 8
 answers to each. The advantage of an answer is its reward less the mean of its group. Of the small
-model's answers about 8 % are right at first and most after 100 steps, a few minutes on a CPU.
+model's answers about 6 % are right at first and most after 120 steps, a few minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ def main(service: tinker.ServiceClient) -> None:
             rewards += earned.tolist()
             texts += found
         if data:
-            adam = types.AdamParams(learning_rate=args.rate, grad_clip_norm=1.0)
             passed = client.forward_backward(data, "importance_sampling")
-            stepped = client.optim_step(adam)
+            stepped = client.optim_step(types.AdamParams(learning_rate=args.rate))
             passed.result()
             stepped.result()
         print(f"step {step + 1}: {np.mean(rewards):.0%} of {len(rewards)} are right", flush=True)

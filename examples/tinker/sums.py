@@ -30,7 +30,7 @@ def options(**more: Any) -> argparse.Namespace:
     """The model, and these options with their defaults."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", help="as the configuration of hetero serve names it")
-    for name, default in {"steps": 100, "rate": 3e-3, "seed": 0, "log": "", **more}.items():
+    for name, default in {"steps": 120, "rate": 2e-3, "seed": 0, "log": "", **more}.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     return parser.parse_args()
 
@@ -61,7 +61,12 @@ def make(folder: Path) -> None:
     config = LlamaConfig(vocab_size=len(words), num_attention_heads=4, **sizes, **about)
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     cluster = {
-        "coordinator": {"hostname": "localhost", "ip": "127.0.0.1", "device": "cpu"},
+        "coordinator": {
+            "hostname": "localhost",
+            "ip": "127.0.0.1",
+            "device": "cpu",
+            "num_threads": 1,
+        },
         "shard_plan": [{"id": "local", "start": 0, "end": 3}],
         "model": {"name_or_path": str((folder / "model").absolute())},
         "training": {

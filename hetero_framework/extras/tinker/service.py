@@ -15,6 +15,7 @@ import math
 import queue
 import re
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -39,6 +40,7 @@ KNOWN_VERSIONS = ("0.38.",)
 _WAIT_S = 20.0  # of one question for an answer
 _MOST_WAITING = 10_000
 _MAX_TOKENS = 512  # of a sample for which the client names no number
+_SNAPSHOTS = 8  # of weights without a name; each step of a policy gradient makes one
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
 _LASTING = ("create_model", "forward_backward", "optim_step", "load_weights", "save_weights")
@@ -125,7 +127,8 @@ class Service:
         with self._lock:
             self._answers[entry.id] = entry.number, result
             while len(self._answers) > KEPT_ANSWERS:
-                del self._answers[next(iter(self._answers))]
+                number, _ = self._answers.pop(next(iter(self._answers)))
+                self._journal.forget(number, answer=True)
             waiting = self._waiting.pop(entry.id, None)
         if waiting is not None:
             waiting.ready.set()
@@ -135,9 +138,10 @@ class Service:
 
     def _forget(self, number: int) -> None:
         """Drop the calls up to a number: they need not be done again."""
-        self._journal.forget(number)
         with self._lock:
-            self._log = {n: entry for n, entry in self._log.items() if n > number}
+            for old in [n for n in self._log if n <= number]:
+                self._journal.forget(old)
+                del self._log[old]
 
     def _do(self, entry: KeptCall) -> Answer:
         told = message_of(entry.kind, entry.body)
@@ -150,7 +154,7 @@ class Service:
         return answer(call, *do(call))
 
     def _do_create_model(self, entry: KeptCall, told: dict[str, Any]) -> Answer:
-        if told["base_model"] not in (self._name, Path(self._name).name):
+        if not f"/{self._name}".endswith(f"/{told['base_model']}"):
             raise UserError(
                 f"this endpoint has the model {self._name!r}, no {told['base_model']!r}"
             )
@@ -249,6 +253,10 @@ class Service:
                 id = f"{told['model_id']}:sample:{told.get('sampling_session_seq_id')}"
                 self._samplers[id] = path
                 made["sampling_session_id"] = id
+                for old in [name for name in self._samplers if ":train:" in name][:-_SNAPSHOTS]:
+                    self._versions.pop(forgotten := str(self._samplers.pop(old)), None)
+                    place = self._place("sampler_weights", forgotten.rpartition("/")[2])
+                    shutil.rmtree(place, ignore_errors=True)
             self._keep()
         return made
 

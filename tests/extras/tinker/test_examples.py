@@ -73,7 +73,7 @@ def test_the_examples_run_one_after_the_other(model, tmp_path):
 def test_grpo_learns_sums_and_distillation_the_teacher(model, tmp_path):
     with served(tmp_path, model, *WHOLE) as server:
         rights, _ = ran(server, "grpo.py", model, seconds=600)
-        assert sum(rights[:5]) / 5 < 10
+        assert sum(rights[:3]) / 3 < 10
         assert sum(rights[-10:]) / 10 > 60
         _, teacher = ran(server, "sft.py", model, "--steps", 40, seconds=600)
         distances, _ = ran(
