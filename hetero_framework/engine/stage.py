@@ -111,6 +111,7 @@ class Stage:
         # What training changes besides the weights, and a copy from before the step.
         self._statistics = shard.statistics
         self._kept: Tensors | None = None
+        self._mode: tuple[bool, bool] | None = None  # training, with the adapter
         self._decoder: Any = None  # a Decoder of extras/talking, while texts are continued
         self._loading: dict[str, dict[str, Any]] = {}
         self._loaded_keys: set[str] = set()
@@ -147,6 +148,9 @@ class Stage:
         if info.decoding is not None:
             self._decoder = registry.find("stages", "decoding")(self._shard, info.decoding)
         self._early.begin(take if info.summed else None)
+        if (mode := (info.train, not info.reference)) == self._mode:
+            return  # both go through all modules, which would take longer than a small step
+        self._mode = mode
         self._shard.train(info.train)
         if (adapter := self._shard.adapter) is not None:
             adapter.switch(self._shard.model, on=not info.reference)

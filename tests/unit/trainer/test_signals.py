@@ -119,6 +119,12 @@ def test_before_the_first_step_any_signal_stops_at_once():
     assert stop.requested == "SIGHUP"
 
 
+def test_the_line_says_what_is_finished_first(capfd):
+    with StopRequest("call") as stop, stop.waiting():
+        signal.raise_signal(signal.SIGTERM)
+    assert "stopping after this call; once more stops at once" in capfd.readouterr().err
+
+
 def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -163,7 +169,7 @@ runpy.run_module("hetero_framework", run_name="__main__")
 @pytest.mark.parametrize(
     "module", ["hetero_framework.cli", "hetero_framework.versions", "hetero_framework.config.load"]
 )
-@pytest.mark.parametrize("command", ["train", "worker"])
+@pytest.mark.parametrize("command", ["train", "worker", "serve"])
 def test_a_command_is_stopped_in_order_from_its_first_moment(command, module, number):
     """Not by the signal itself: its parent decides by the exit code how to go on."""
     words = [sys.executable, "-c", _AT_IMPORT, module, str(int(number)), command]
