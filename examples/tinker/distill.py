@@ -26,7 +26,7 @@ def main(service: tinker.ServiceClient) -> None:
     teacher = service.create_sampling_client(model_path=args.teacher).result()
     tokenizer, draw = client.get_tokenizer(), random.Random(args.seed)
     for step in range(args.steps):
-        sampler = client.save_weights_and_get_sampling_client()
+        sampler = client.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=args.tokens, seed=step)
         prompts = [tokenizer.encode(question) for question, _ in draw.sample(sums(), QUESTIONS)]
         futures = [

@@ -32,7 +32,7 @@ def main(service: tinker.ServiceClient) -> None:
     client = service.create_lora_training_client(args.model, rank=32, seed=args.seed).result()
     tokenizer, draw = client.get_tokenizer(), random.Random(args.seed)
     for step in range(args.steps):
-        sampler = client.save_weights_and_get_sampling_client()
+        sampler = client.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=args.tokens, seed=step)
         asked = draw.sample(sums(), QUESTIONS)
         prompts = [tokenizer.encode(question) for question, _ in asked]

@@ -86,7 +86,7 @@ def test_a_killed_coordinator_goes_on_with_the_same_bits(kills, model, tmp_path)
         ("get_info", {"model_id": "x"}, {}, 404, "there is no model 'x'"),
         ("retrieve_future", {"request_id": "x"}, {}, 410, "make it again"),
         ("elsewhere", {}, {}, 404, "elsewhere is not served here"),
-        ("forward_backward", b"\xff", {}, 400, "no ForwardBackwardRequest"),
+        ("forward_backward", b"\xff", {}, 422, "no ForwardBackwardRequest"),
         ("session_heartbeat", {"session_id": "x"}, {}, 404, "there is no session 'x'"),
         (
             *("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0.1.0"}, {}),

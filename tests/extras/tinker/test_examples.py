@@ -31,13 +31,20 @@ def model(tmp_path_factory):
     return folder / "model"
 
 
-def begun(server: Server, name: str, model: Path, *options: Any) -> subprocess.Popen[str]:
-    """An example's process."""
+_EACH = """
+import json, runpy, sys
+for sys.argv in json.loads(sys.argv[1]):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def begun(server: Server, model: Path, *examples: tuple[Any, ...]) -> subprocess.Popen[str]:
+    """A process that runs examples one after the other: their names and options."""
     told = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.key}
-    told |= {"TINKER_TELEMETRY": "0", "PYTHONWARNINGS": "default"}
-    words = [sys.executable, EXAMPLES / name, model, *options]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen([str(word) for word in words], env=told, **pipes)
+    told |= {"TINKER_TELEMETRY": "0", "PYTHONPATH": f"{EXAMPLES}{os.pathsep}{Path.cwd()}"}
+    words = [[str(EXAMPLES / name), str(model), *map(str, more)] for name, *more in examples]
+    command = [sys.executable, "-c", _EACH, json.dumps(words)]
+    return subprocess.Popen(command, env=told, stdout=subprocess.PIPE, text=True)
 
 
 def adapter(server: Server, path: str) -> Path:
@@ -45,48 +52,54 @@ def adapter(server: Server, path: str) -> Path:
     return server.file.parent / "out" / "sampler_weights" / path.rpartition("/")[2]
 
 
-def ran(server: Server, name: str, model: Path, *options: Any, seconds: float = 2 * WAIT_S) -> Any:
-    """What an example prints: the numbers of its steps, and the path of its adapter."""
-    with begun(server, name, model, *options) as example:
+def ran(server: Server, model: Path, *examples: tuple[Any, ...], seconds: float) -> Any:
+    """What each example says of its steps, in numbers."""
+    with begun(server, model, *examples) as process:
         try:
-            *lines, path = example.communicate(timeout=seconds)[0].splitlines()
+            out, _ = process.communicate(timeout=seconds)
         finally:
-            example.kill()
-    assert example.returncode == 0
-    assert PeftConfig.from_pretrained(adapter(server, path)).r == 32
-    return [float(re.search(r": [^\d-]*(-?[\d.]+)", line)[1]) for line in lines], path
+            process.kill()
+    assert process.returncode == 0
+    *parts, rest = re.split(r"^(tinker://.*)$", out, flags=re.MULTILINE)
+    assert not rest.strip()
+    for path in parts[1::2]:
+        assert PeftConfig.from_pretrained(adapter(server, path)).r == 32
+    said = (re.findall(r"^step \d+: [^\d-]*(-?[\d.]+)", part, re.MULTILINE) for part in parts[::2])
+    return [[float(number) for number in numbers] for numbers in said]
+
+
+SFT = "tinker://any/sampler_weights/sft"
 
 
 def test_the_examples_run_one_after_the_other(model, tmp_path):
     """Each finishes its session, so that the next one gets the model at once."""
     with served(tmp_path, model, *WHOLE) as server:
-        losses, teacher = ran(server, "sft.py", model, "--steps", 6)
-        assert losses[-1] < losses[0]
-        distances, _ = ran(server, "distill.py", model, "--steps", 2, "--teacher", teacher)
-        assert distances[0] > 0
-        rights, _ = ran(server, "grpo.py", model, "--steps", 2)
-        assert all(0 <= share < 20 for share in rights)
+        distill = "distill.py", "--steps", 2, "--teacher", SFT
+        examples = ("sft.py", "--steps", 6), distill, ("grpo.py", "--steps", 2)
+        losses, distances, rights = ran(server, model, *examples, seconds=4 * WAIT_S)
+    assert losses[-1] < losses[0]
+    assert len(distances) == len(rights) == 2
+    assert distances[0] > 0
+    assert all(0 <= share < 20 for share in rights)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_grpo_learns_sums_and_distillation_the_teacher(model, tmp_path):
     with served(tmp_path, model, *WHOLE) as server:
-        rights, _ = ran(server, "grpo.py", model, seconds=600)
-        assert sum(rights[:3]) / 3 < 10
-        assert sum(rights[-10:]) / 10 > 60
-        _, teacher = ran(server, "sft.py", model, "--steps", 40, seconds=600)
-        distances, _ = ran(
-            server, "distill.py", model, "--steps", 30, "--teacher", teacher, seconds=600
-        )
-        assert sum(distances[-3:]) < sum(distances[:3]) / 4
+        distill = "distill.py", "--steps", 30, "--teacher", SFT
+        examples = ("grpo.py",), ("sft.py", "--steps", 60), distill
+        rights, _, distances = ran(server, model, *examples, seconds=840)
+    assert sum(rights[:3]) / 3 < 10
+    assert sum(rights[-10:]) / 10 > 60
+    assert sum(distances[-3:]) < sum(distances[:3]) / 4
 
 
 def left_by_grpo(folder: Path, model: Path, cuts: Any, steps: int) -> tuple[bytes, bytes]:
     """Texts and rewards, and the weights. The coordinator is started again when it has died."""
     with served(folder, model, *cuts) as server:
         options = "--steps", steps, "--log", folder / "log"
-        with begun(server, "grpo.py", model, *options) as example:
+        with begun(server, model, ("grpo.py", *options)) as example:
             try:
                 for _ in range(int(600 / 0.5)):
                     try:
