@@ -71,14 +71,15 @@ def ran(server: Server, model: Path, *examples: tuple[Any, ...], seconds: float)
 SFT = "tinker://any/sampler_weights/sft"
 
 
+@pytest.mark.timeout(600)
 def test_the_examples_run_one_after_the_other(model, tmp_path):
     """Each finishes its session, so that the next one gets the model at once."""
     with served(tmp_path, model, *WHOLE) as server:
-        distill = "distill.py", "--steps", 2, "--teacher", SFT
-        examples = ("sft.py", "--steps", 6), distill, ("grpo.py", "--steps", 2)
-        losses, distances, rights = ran(server, model, *examples, seconds=4 * WAIT_S)
+        distill = "distill.py", "--steps", 1, "--teacher", SFT
+        examples = ("sft.py", "--steps", 3), distill, ("grpo.py", "--steps", 1)
+        losses, distances, rights = ran(server, model, *examples, seconds=8 * WAIT_S)
     assert losses[-1] < losses[0]
-    assert len(distances) == len(rights) == 2
+    assert len(distances) == len(rights) == 1
     assert distances[0] > 0
     assert all(0 <= share < 20 for share in rights)
 
