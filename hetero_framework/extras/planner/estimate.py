@@ -210,8 +210,8 @@ def _decoding(
 
     def seconds(piece: PartWork, memory: StageMemory) -> float:
         flops = piece.forward_flops * share_of_tokens
-        about = {"half": work.half, "width": work.width, "tensors": piece.tensors}
-        return device.seconds(flops, memory.weights, piece.unpacked, **about)
+        given = flops, memory.weights, piece.unpacked
+        return device.seconds(*given, half=work.half, width=work.width, tensors=piece.tensors)
 
     text = model.get_text_config()
     heads = text.num_attention_heads
