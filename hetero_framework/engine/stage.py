@@ -66,6 +66,8 @@ _LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # of the weight
 class Stage:
     """One shard with its gradients and its optimizer."""
 
+    _mode: tuple[bool, bool] | None = None  # of the modules: training, with the adapter
+
     def __init__(
         self,
         spec: StageSpec,
@@ -111,7 +113,6 @@ class Stage:
         # What training changes besides the weights, and a copy from before the step.
         self._statistics = shard.statistics
         self._kept: Tensors | None = None
-        self._mode: tuple[bool, bool] | None = None  # training, with the adapter
         self._decoder: Any = None  # a Decoder of extras/talking, while texts are continued
         self._loading: dict[str, dict[str, Any]] = {}
         self._loaded_keys: set[str] = set()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-_ONCE_MORE = "\nhetero: stopping after this {}; once more stops at once\n"
+_ONCE_MORE = b"\nhetero: stopping after this step or call; once more stops at once\n"
 _POLL_S = 0.2
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
 
@@ -48,17 +48,12 @@ def hearing(words: Sequence[str], *, ends: bool = False) -> Iterator[StopRequest
 
 class StopRequest:
     """Context manager that turns the signals into KeyboardInterrupt or, while `waiting`, into the
-    name of the signal in `requested`; then a `work` is still finished. `before_question` is called
-    before the user is asked."""
+    name of the signal in `requested`. `before_question` is called before the user is asked."""
 
     def __init__(
-        self,
-        work: str = "step",
-        *,
-        ends: bool = False,
-        before_question: Callable[[], None] = lambda: None,
+        self, *, ends: bool = False, before_question: Callable[[], None] = lambda: None
     ) -> None:
-        self._ends, self._work = ends, work
+        self._ends = ends
         self._before_question = before_question
         self.requested: str | None = None
         self._since = 0.0
@@ -134,7 +129,7 @@ class StopRequest:
             raise KeyboardInterrupt
         # Not print: the signal may have come in the middle of one.
         with contextlib.suppress(OSError):
-            os.write(2, _ONCE_MORE.format(self._work).encode())
+            os.write(2, _ONCE_MORE)
 
 
 def _is_interactive() -> bool:

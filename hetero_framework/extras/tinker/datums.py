@@ -71,15 +71,11 @@ def message_of(kind: str, body: bytes) -> Any:
     try:
         if kind == "forward_backward":
             return pb.ForwardBackwardRequest.FromString(body)
-        told = json.loads(body or b"{}")
-        if not isinstance(told, dict):
-            raise UserError("the body is no JSON object")
+        told = dict(json.loads(body or b"{}").items())
         if kind == "optim_step":
             told["adam_params"] = types.AdamParams.model_validate(told["adam_params"]).model_dump()
         elif kind in _MESSAGES:
             return getattr(types, _MESSAGES[kind]).model_validate(told).model_dump()
-    except DecodeError:
-        raise UserError("the body is no ForwardBackwardRequest") from None
     except ValidationError as error:
         place = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise UserError(f"{kind}: {place}: {error.errors()[0]['msg']}") from None
@@ -87,8 +83,8 @@ def message_of(kind: str, body: bytes) -> Any:
         raise UserError(
             f"{kind}: only Adam's numbers are supported, and {error} is absent"
         ) from None
-    except (ValueError, RecursionError):
-        raise UserError("the body is no JSON object") from None
+    except (DecodeError, ValueError, AttributeError, RecursionError):
+        raise UserError(f"{kind}: the body cannot be read") from None
     return told
 
 

@@ -82,11 +82,11 @@ def test_a_killed_coordinator_goes_on_with_the_same_bits(kills, model, tmp_path)
         ("get_info", {}, {"Origin": "http://evil.example"}, 403, "a page in a browser"),
         ("get_info", {}, {"Host": "evil.example"}, 421, "on the loopback only"),
         ("get_info", {}, {"Content-Length": str(1 << 40)}, 413, "is the most"),
-        ("get_info", b"[]", {}, 400, "the body is no JSON object"),
+        ("get_info", b"[]", {}, 400, "get_info: the body cannot be read"),
         ("get_info", {"model_id": "x"}, {}, 404, "there is no model 'x'"),
         ("retrieve_future", {"request_id": "x"}, {}, 410, "make it again"),
         ("elsewhere", {}, {}, 404, "elsewhere is not served here"),
-        ("forward_backward", b"\xff", {}, 422, "no ForwardBackwardRequest"),
+        ("forward_backward", b"\xff", {}, 422, "the body cannot be read"),
         ("session_heartbeat", {"session_id": "x"}, {}, 404, "there is no session 'x'"),
         (
             *("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0.1.0"}, {}),

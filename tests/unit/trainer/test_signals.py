@@ -119,12 +119,6 @@ def test_before_the_first_step_any_signal_stops_at_once():
     assert stop.requested == "SIGHUP"
 
 
-def test_the_line_says_what_is_finished_first(capfd):
-    with StopRequest("call") as stop, stop.waiting():
-        signal.raise_signal(signal.SIGTERM)
-    assert "stopping after this call; once more stops at once" in capfd.readouterr().err
-
-
 def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -59,7 +59,7 @@ def serve(config: Any, access: Any, port: int, told: Any = print) -> None:
     if not (have := version("tinker")).startswith(KNOWN_VERSIONS):
         raise ConfigError(f"tinker {have} is installed; known are {', '.join(KNOWN_VERSIONS)}*")
     config, source = prepared(config)
-    stop, folder = StopRequest("call"), config.output_dir
+    stop, folder = StopRequest(), config.output_dir
     directories = RunDirectories(config, CheckpointStore(config.checkpoints))
     made = cluster_for(config, source, access, run_id_of(folder))
     with failpoints.armed("coordinator"), stop, directories, made as cluster:
