@@ -56,6 +56,8 @@ from hetero_framework.trainer.train_state import TrainState
 _log = logging.getLogger(__name__)
 _MOST_TOKENS = 1 << 15
 _ALPHA = 32
+FAULTS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a mistake of this program raises in a call; any other exception ends the server."""
 _ADAM = ("beta1", "beta2", "eps", "weight_decay")
 T = TypeVar("T")
 
@@ -231,7 +233,7 @@ class CalledModel:
         self._open.append(call)
         try:
             losses = self._exactly(self._add_up)
-        except Exception:  # the call is answered as one that failed
+        except (UserError, *FAULTS):  # the call is answered as one that failed
             self._open.pop()
             self._exactly(self._set_aside)
             raise

@@ -28,7 +28,7 @@ import numpy as np
 
 from hetero_framework.errors import HeteroError, UserError
 from hetero_framework.extras.talking.sampling import MOST_SAMPLES, SampleRequest, SampleResult
-from hetero_framework.extras.tinker.called_model import CalledModel, Lora
+from hetero_framework.extras.tinker.called_model import FAULTS, CalledModel, Lora
 from hetero_framework.extras.tinker.datums import answer, call_of, message_of
 from hetero_framework.extras.tinker.journal import KEPT_ANSWERS, Answer, Journal, KeptCall
 from hetero_framework.trainer.checkpoint import CheckpointStore
@@ -484,7 +484,7 @@ def _tried(kind: str, do: Callable[[], T]) -> T | dict[str, Any]:
         return {"error": f"{error.message}{hint}", "category": "user"}
     except HeteroError:
         raise
-    except Exception:
+    except FAULTS:
         _log.exception("a call of %s failed", kind)
         return {"error": f"{kind} failed in the server, whose log says more", "category": "server"}
 
