@@ -278,10 +278,22 @@ def _estimate_lines(about: Mapping[str, Any]) -> tuple[Part, ...]:
             f" {plural(job['micro_batches'], 'micro-batch')} in a step",
             f"  {_spread('{:,.0f}'.format, pace['tokens_per_s'], about, ' tokens/s')}; {what} takes"
             f" {_spread(_long, pace['hours'], about)}",
+            *_rollout_lines(about),
         ],
         [f"assumed: {line}" for line in about["assumed"]],
         "",
     )
+
+
+def _rollout_lines(about: Mapping[str, Any]) -> Iterator[str]:
+    """What sampling adds, if it was asked for."""
+    if (found := about.get("rollouts")) is not None:
+        speed = _spread("{:,.0f}".format, found["tokens_per_s"], about, " tokens/s")
+        step = _spread(seconds, found["step_s"], about)
+        yield f"  sampling: {speed}; with it a step takes {step}"
+        kept = found["caches"].items()
+        sizes = ", ".join(f"{process_name(id)} {size(each)}" for id, each in kept)
+        yield f"  its caches, beside what the plan counts: {sizes}"
 
 
 def _long(hours: float) -> str:
