@@ -286,7 +286,8 @@ class Stage:
             if source in named and target.grad is not None:
                 sums[source] = _sum(sums.get(source), target.grad)
         for name, total in sums.items():
-            named[name].grad = _sum(named[name].grad, total)
+            before = self.residence.gradient(named[name])
+            self.residence.put_gradient(named[name], _sum(before, total))
 
     def report_gradients(self) -> GradientReport:
         """Unscale the gradients and report their norms."""
@@ -346,6 +347,7 @@ class Stage:
                 self._kept = None
             for _, parameter in self._parameters:
                 parameter.grad = None
+            self.residence.forget_gradients()
         for target in self._targets.values():
             target.grad = None
         self._sums_elsewhere = {}

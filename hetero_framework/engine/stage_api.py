@@ -188,7 +188,7 @@ class Residence:
         """Note that all work of the task is queued on the device."""
 
     def abort(self) -> None:
-        """Forget the step."""
+        """Forget what is stored of the pass."""
 
     def home(self, parameter: Parameter) -> Tensor:
         """The memory in which a weight is read and written outside of tasks; call `changed` after
@@ -208,6 +208,9 @@ class Residence:
     def put_gradient(self, parameter: Parameter, gradient: Tensor) -> None:
         """Replace a weight's gradient."""
         parameter.grad = gradient
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients that are not on the device."""
 
     def step(self, optimizer: Optimizer, scale: float = 1.0) -> None:
         """Step the optimizer. Gradients that are not on the device are multiplied by `scale`."""

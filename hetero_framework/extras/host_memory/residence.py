@@ -101,15 +101,13 @@ class HostMemory(Residence):
         self._layers.end()
 
     def abort(self) -> None:
-        self._layers.abort()
         self._inputs.abort()
 
     def home(self, parameter: Parameter) -> Tensor:
         return self._weights.homes.get(parameter, parameter.detach())
 
     def changed(self) -> None:
-        if isinstance(self._layers, StreamedLayers):
-            self._layers.fetch_anew()
+        self._layers.changed()
 
     def go_home(self) -> None:
         self._layers.go_home()
@@ -119,6 +117,9 @@ class HostMemory(Residence):
 
     def put_gradient(self, parameter: Parameter, gradient: Tensor) -> None:
         self._weights.put_gradient(parameter, gradient)
+
+    def forget_gradients(self) -> None:
+        self._weights.forget_gradients()
 
     def step(self, optimizer: Optimizer, scale: float = 1.0) -> None:
         self._states.step(optimizer, scale)
@@ -131,13 +132,8 @@ class HostMemory(Residence):
         self._states.settle()
 
     def transfers(self) -> list[Transfer]:
-        weights = self._weights.transfers()
-        return [
-            *self._layers.transfers(),
-            *weights,
-            *self._states.transfers(),
-            *self._inputs.transfers(),
-        ]
+        visitors = (self._layers, self._weights, self._states, self._inputs)
+        return [transfer for kind in visitors for transfer in kind.transfers()]
 
     def dissolve(self, modules: ReusableModules) -> ReusableModules:
         return self._layers.dissolve(modules)

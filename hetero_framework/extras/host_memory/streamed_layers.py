@@ -1,4 +1,4 @@
-"""Frozen layers in host memory that visit the device in the order of their use.
+"""Layers in host memory that visit the device in the order of their use.
 
 The layers take turns in a few slots of device memory. A layer's tensors always are views of the
 same slot, so that what autograd has stored of them is right again once the layer is back. When a
@@ -227,10 +227,7 @@ class StreamedLayers(Visitors):
         self._direction, self._following = kind, following
         if not self._is_placed:
             self._place()
-            self.fetch_anew()
-
-    def abort(self) -> None:
-        self.weights.abort()
+            self.changed()
 
     def go_home(self) -> None:
         if self.weights.homes:
@@ -243,8 +240,8 @@ class StreamedLayers(Visitors):
         for layer, slot in zip(self._layers, self._slot, strict=True):
             layer.place_in(self._slots[slot])
 
-    def fetch_anew(self) -> None:
-        """Fetch layers again whose weights have been written at home."""
+    def changed(self) -> None:
+        """Fetch the layers again: their weights have been written at home."""
         if self.weights.homes:
             settle(self._arriving.values())
             self._arriving, self._there = {}, {}

@@ -60,14 +60,15 @@ class VisitingWeights(Visitors):
             home = self.homes[parameter]
             nbytes = home.nbytes
             self._sums[parameter] = self._memory.take(nbytes).view(home.dtype).view(home.shape)
-        made = self._device.record_event()
-        left = self._queue("gradients out", [(self._sums[parameter], gradient)], made)
+        made, read = self._device.record_event(), self._ahead.pop(parameter, None)
+        after = (made, read[1]) if read is not None else (made,)
+        left = self._queue("gradients out", [(self._sums[parameter], gradient)], *after)
         self.added[parameter] = left
-        self._leaving.append(([gradient], left))
+        self._leaving.append(([gradient, *(read or ())[:1]], left))
         self._let_go(_LEAVING)
 
-    def abort(self) -> None:
-        """Forget the gradients."""
+    def forget_gradients(self) -> None:
+        """See `Residence.forget_gradients`."""
         self._leaving.extend(([gradient], there) for gradient, there in self._ahead.values())
         self._let_go(0)
         self._ahead, self.added = {}, {}
@@ -107,7 +108,7 @@ class VisitingWeights(Visitors):
         self._written.wait()
 
     def close(self) -> None:
-        self.abort()
+        self.forget_gradients()
         for hook in self._hooks:
             hook.remove()
         self.homes, self._layers, self._sums, self._hooks = {}, [], {}, []
