@@ -136,11 +136,14 @@ class Training:
         tokens: int = _TOKENS,
         before_commit: Callable[[], None] = lambda: None,
         tasks: int | None = None,
+        commit: tuple[Any, ...] | None = (0.5,),
+        **about: Any,
     ) -> list[float]:
         """A step with its commit: losses and gradient norms. With `tasks` it is aborted after as
-        many, and changes nothing."""
+        many, and changes nothing. `commit` are the gradients' scale and perhaps settings of Adam,
+        None for no commit, `about` more fields of the StepInfo."""
         count, self._attempt = len(self.stages), self._attempt + 1
-        info = StepInfo(step, self._attempt, True, micro_batches, micro_batches * tokens)
+        info = StepInfo(step, self._attempt, True, micro_batches, micro_batches * tokens, **about)
         limits = tuple(range(count, 0, -1))
         order = one_forward_one_backward(count, micro_batches)
         schedule = StepSchedule(limits, micro_batches, tuple(order), order_timeout_s=60.0)
@@ -158,8 +161,8 @@ class Training:
         found += [norm for s in self.stages for norm in s.report_gradients().norms.tolist()]
         self._executor.statistics()
         before_commit()
-        for stage in self.stages:
-            self._executor.commit(stage, 1e-2 / (step + 1), 0.5)
+        for stage in self.stages if commit else ():
+            self._executor.commit(stage, 1e-2 / (step + 1), *commit or ())
         return found
 
     def _inputs(self, stage: Stage, step: int, k: int, tokens: int) -> Tensors:
