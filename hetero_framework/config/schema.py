@@ -1488,7 +1488,9 @@ def _weight_problems(parts: Mapping[str, Any]) -> Iterator[Problem]:
             text = 'needs float32 weights when all are trained; set model.dtype to "float32"'
             yield Problem("training.fp16", text)
     for index, entry in enumerate(parts.get("shard_plan") or ()):
-        if changes and entry.offload not in (0, "auto"):
+        if entry.offload and training is not None and not training.reads_text:
+            yield Problem(f"shard_plan[{index}].offload", "is for models of texts; set it to 0")
+        elif changes and entry.offload not in (0, "auto"):
             text = f"layers can stay in host memory as they are stored, and {changes}"
             yield Problem(f"shard_plan[{index}].offload", text)
     if model is not None and model.from_config is not None:

@@ -186,8 +186,8 @@ class Fleet:
 
     def fetch_s(self, part: Part) -> float:
         """Seconds in which a pass fetches streamed layers, without the layers that are still on the
-        device when the direction turns. Trained layers visit once for all micro-batches of a step;
-        what moves for that counts as half a step's for each direction."""
+        device when the direction turns. What moves for trained layers in a step counts as moving
+        in equal parts in all its passes."""
         costs, count = self.costs[part.device], part.offload
         if step := (costs.step_bytes[part.end] - costs.step_bytes[part.start]) * count:
             passes = 2 * self.micro_batches * (part.end - part.start)

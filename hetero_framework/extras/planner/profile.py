@@ -18,7 +18,7 @@ from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.config.section import WholeFile, WorkerId, with_unit
 from hetero_framework.config.strict_json import read_object
 from hetero_framework.errors import ConfigError
-from hetero_framework.models.sizing import streaming
+from hetero_framework.models.sizing.streaming import visit_bytes
 
 if TYPE_CHECKING:
     from hetero_framework.models.sizing.memory import StageMemory
@@ -179,12 +179,14 @@ class FleetProfile(WholeFile):
         return raw
 
 
-def bytes_of_parts(memory: Sequence[StageMemory], *, one_memory: bool = False) -> dict[str, Any]:
+def bytes_of_parts(
+    memory: Sequence[StageMemory], micro_batches: int, *, one_memory: bool = False
+) -> dict[str, Any]:
     """Fields of a `DeviceProfile`: the needs of embedding, layers and head on the device.
     `one_memory`: the device shares the machine's memory."""
     embedding, *layers, head = (part.placed(part.device, one_memory=one_memory) for part in memory)
-    visits = streaming.TRAINED_LAYERS_VISIT and not any(map(sum, (part.frozen for part in layers)))
-    moved = [streaming.visit_bytes(p.weights, p.gradients, p.states) for p in layers]
+    visits = not any(map(sum, (part.frozen for part in layers)))  # all are trained
+    moved = [visit_bytes(p.weights, p.gradients, p.states, micro_batches) for p in layers]
     return {
         "layer_bytes": [part.kept for part in layers],
         "layer_frozen_bytes": [part.kept if visits else sum(part.frozen) for part in layers],

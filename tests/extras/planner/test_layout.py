@@ -254,7 +254,7 @@ def test_sets_of_layouts_are_in_the_order_that_they_have_without_streaming():
     assert Part(1, 2, 9, True, False, 4) != Part(1, 2, 9, True, False)
 
 
-def test_trained_layers_visit_once_for_all_micro_batches():
+def test_what_moves_for_trained_layers_counts_in_all_passes():
     trained = card("local", layer_step_bytes=7 * GB, host_to_device_bytes_per_s=700 * GB)
     fleet = Fleet(fleet_of(trained, layers=12))
     # 8 layers of 7 GB in a step, half of it forward, for each micro-batch.
