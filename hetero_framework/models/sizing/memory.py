@@ -129,7 +129,8 @@ class StageMemory:
             return here
         here = here.without_states()
         # Weights and gradients visit with their states when they step: at most as many bytes again.
-        return replace(here, visiting=max(here.visiting, self._room_to_step(2)))
+        room = max(here.visiting, self._room_to_step(2))
+        return replace(here, visiting=room, resident=self.resident or self)
 
     def without_states(self) -> StageMemory:
         """This stage with the optimizer's states in host memory. On the device are three groups of
@@ -180,9 +181,8 @@ class StageMemory:
 
     def _homes(self, count: int) -> int:
         """Bytes of gradients in host memory."""
-        return sum(
-            self.learned[k] for k in spread(count, 0, len(self.learned)) if any(self.learned)
-        )
+        there = spread(count, 0, len(self.learned)) if any(self.learned) else []
+        return sum(self.learned[k] for k in there)
 
     def _away(self, count: int) -> int:
         """Bytes of gradients that the device saves: those of three layers are there, on their

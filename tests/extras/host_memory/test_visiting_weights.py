@@ -29,8 +29,9 @@ TIED = {"tie_word_embeddings": True}
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Several groups in a small stage."""
+    """Several groups in a small stage; and no search for cycles, which takes half of the time."""
     monkeypatch.setattr(optimizer_states, "STATES_GROUP_BYTES", 20_000)
+    monkeypatch.setattr(Device, "empty_cache", lambda self: None)
 
 
 def of_model(**changes: Any) -> dict[str, Any]:
@@ -55,6 +56,7 @@ def cases() -> Iterator[tuple[tuple[int, ...], int, dict[str, Any], dict[str, An
         yield cuts, 2, {"commit": (scale, (0.5, 0.7, 1e-6, 0.3))}, {}  # settings of Adam
     for cuts in CUTS:
         yield cuts, 2, {}, of_model(**TIED)
+    yield (3,), 2, {}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 
 
 @cache
@@ -99,6 +101,7 @@ def test_passes_that_continue_a_step_add_up():
     assert differences(*found) == []
 
 
+@pytest.mark.parametrize("bias", ["all", "none"])
 def test_an_adapter_with_trained_parts_of_layers_stays_on_the_device(bias):
     adapter = {**LORA["adapter"], "bias": bias, "modules_to_save": ["input_layernorm", "lm_head"]}
     model = {"from_config": {**config().model.from_config, "attention_bias": True}}
