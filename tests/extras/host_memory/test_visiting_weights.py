@@ -9,7 +9,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
 
 from hetero_framework.core.devices import Device
 from hetero_framework.engine.stage_api import StatePart, Tensors
