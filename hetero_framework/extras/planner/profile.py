@@ -100,6 +100,8 @@ class DeviceProfile(Section):
     """The embedding's optimizer states in the machine's memory."""
     head_host_bytes: Bytes = 0.0
     """The head's optimizer states in the machine's memory."""
+    states_follow: bool = False
+    """Whether these states are on the device, a part of its other bytes, unless layers visit."""
     layer_input_bytes: BytesOfLayers = _NONE
     """A layer's stored input. Where activations are computed again, it is in the machine's memory
     until the layer's backward; 0: it stays on the device."""
@@ -186,17 +188,22 @@ def bytes_of_parts(
     `one_memory`: the device shares the machine's memory."""
     embedding, *layers, head = (part.placed(part.device, one_memory=one_memory) for part in memory)
     visits = not any(map(sum, (part.frozen for part in layers)))  # all are trained
-    moved = [visit_bytes(p.weights, p.gradients, p.states, micro_batches) for p in layers]
+    moves = visits and all(part.states_move for part in layers)
+    follow = moves and not one_memory and not any(part.host_states for part in layers)
+    away = [part.states if follow else part.host_states for part in (embedding, *layers, head)]
+    trained = [p.kept if moves else p.weights + p.gradients for p in layers]
+    moved = [visit_bytes(p.weights, p.gradients, p.states * moves, micro_batches) for p in layers]
     return {
         "layer_bytes": [part.kept for part in layers],
-        "layer_frozen_bytes": [part.kept if visits else sum(part.frozen) for part in layers],
+        "layer_frozen_bytes": trained if visits else [sum(part.frozen) for part in layers],
         "layer_step_bytes": [bytes_ * visits for bytes_ in moved],
         "embedding_bytes": embedding.kept,
         "head_bytes": head.kept + head.logits,
         "activation_bytes_per_layer": [part.per_micro_batch for part in layers],
-        "layer_host_bytes": [part.host_states for part in layers],
-        "embedding_host_bytes": embedding.host_states,
-        "head_host_bytes": head.host_states,
+        "layer_host_bytes": away[1:-1],
+        "embedding_host_bytes": away[0],
+        "head_host_bytes": away[-1],
+        "states_follow": follow,
         "layer_input_bytes": [part.input_bytes for part in layers],
     }
 
