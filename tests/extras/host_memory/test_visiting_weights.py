@@ -172,19 +172,18 @@ def test_the_sums_of_replicas_take_the_place_of_gradients():
     found = []
     for training in pair((3,)):
         training.step(0)
-        training.step(1, before_commit=lambda t=training: _double(t))
+        training.step(1, before_commit=lambda t=training: _double(t), summed=True)
         found.append(training.state())
     assert differences(([], found[0]), ([], found[1])) == []
 
 
 def _double(training: Training) -> None:
     for stage in training.stages:
-        sums = {
-            name: gradient * 2
-            for name, p in stage._parameters
-            if (gradient := stage.residence.gradient(p)) is not None
-        }
-        stage.load_state("gradients", StatePart(sums, last=True))
+        parts = list(stage.gradients())
+        assert [n for p in parts for n in p.tensors] == [name for name, _ in stage.trainable()]
+        for part in parts:
+            sums = {name: gradient * 2 for name, gradient in part.tensors.items()}
+            stage.load_state("gradients", StatePart(sums, last=part.last))
 
 
 def test_a_gradient_that_comes_home_wrong_is_seen(monkeypatch):

@@ -124,6 +124,7 @@ class Training:
         self._recorder = Recorder(-1)
         self._executor = Executor(self.stages, self.device, self._recorder, self._sink)  # type: ignore[arg-type]
         self._attempt = 0
+        self._copy_tied()
 
     def visits(self) -> dict[str, int]:
         """How many of each kind were recorded since the last call."""
@@ -157,13 +158,32 @@ class Training:
             self._executor.abort()
             return []
         assert self._executor.is_done
+        self._add_tied()
         found = [float(self._sink.losses[k]) for k in range(micro_batches)]
         found += [norm for s in self.stages for norm in s.report_gradients().norms.tolist()]
         self._executor.statistics()
         before_commit()
         for stage in self.stages if commit else ():
             self._executor.commit(stage, 1e-2 / (step + 1), *commit or ())
+        self._copy_tied()
         return found
+
+    def _add_tied(self) -> None:
+        """Bring the sums of tied weights' gradients to the stages that train them."""
+        sums: Tensors = {}
+        for stage in reversed(self.stages):
+            for part in stage.gradients() if stage.ties else ():
+                for name, gradient in part.tensors.items():
+                    source = stage.ties.get(name, name)
+                    sums[source] = sums[source] + gradient if source in sums else gradient.clone()
+        for stage in self.stages:
+            if own := {name: total for name, total in sums.items() if name in stage._sources}:
+                stage.load_state("tied gradients", StatePart(own, last=True))
+
+    def _copy_tied(self) -> None:
+        weights = {n: w for stage in self.stages for n, w in stage.tied_weights().items()}
+        for stage in self.stages:
+            stage.set_tied_weights(weights)
 
     def _inputs(self, stage: Stage, step: int, k: int, tokens: int) -> Tensors:
         ids = (torch.arange(2 * tokens).view(2, tokens) * (step + 3 + k) + k) % VOCABULARY
