@@ -560,14 +560,9 @@ def _stage_memory(
     here = {None, *range(rng.start, rng.end)}
     buffers = sum(n for name, n in shapes.buffers.items() if skeleton.layer_of(name) in here)
     running = _running(spec, shapes, config, tokens, differentiates)
-    frozen = dict.fromkeys(range(spec.start, spec.end), 0)
-    learned = dict(frozen)
-    for name, nbytes in held.items():
-        if (layer := skeleton.layer_of(name)) is not None:
-            if name not in trained:
-                frozen[layer] += nbytes
-            elif shapes.trains_everything:
-                learned[layer] += nbytes
+    learns = trained if shapes.trains_everything else {}
+    frozen = _by_layer(spec, shapes, {n: size for n, size in held.items() if n not in trained})
+    learned = _by_layer(spec, shapes, {n: size for n, size in held.items() if n in learns})
     resident = StageMemory(
         stage=spec,
         parameters=sum(shapes.numbers[name] for name in held)
@@ -581,14 +576,23 @@ def _stage_memory(
         **vars(running),
         foreach=stepped if training.optim == "adamw_torch" else 0,
         device=machine.device,
-        frozen=tuple(frozen.values()),
-        learned=tuple(learned.values()),
+        frozen=frozen,
+        learned=learned,
         largest=max((count for count, _ in trained.values()), default=0),
         states_move=not keeps_states(training.optim),
     )
     memory = _partly_away(resident, shapes, config, tokens, differentiates)
     kind = machine.device.partition(":")[0]
     return memory.placed(machine.device, one_memory=kind in ONE_MEMORY)
+
+
+def _by_layer(spec: StageSpec, shapes: Shapes, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The sums of sizes of weights, by layer of a stage."""
+    sums = dict.fromkeys(range(spec.start, spec.end), 0)
+    for name, nbytes in sizes.items():
+        if (layer := shapes.skeleton.layer_of(name)) is not None:
+            sums[layer] += nbytes
+    return tuple(sums.values())
 
 
 def _partly_away(
