@@ -194,6 +194,8 @@ class StreamedLayers(Visitors):
         def visited(*args: Any, **kwargs: Any) -> Any:
             self._use(position)
             output = forward(*args, **kwargs)
+            if self.weights.homes:
+                torch.clear_autocast_cache()  # it would hold halved weights of all layers
             if self._direction == BACKWARD:
                 return output  # computed again; its backward follows
             # A tensor's hook runs when all that was made of the tensor has been differentiated.

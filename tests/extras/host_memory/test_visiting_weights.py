@@ -9,6 +9,9 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_framework.core.devices import Device
 from hetero_framework.engine.stage_api import StatePart, Tensors
@@ -166,6 +169,31 @@ def test_gradients_and_weights_are_not_on_the_device_between_tasks():
     assert len(homes) == 6 * 9
     assert len(storages) == 2
     assert all(p.grad is None for p in homes)
+
+
+class _Casts(TorchDispatchMode):
+    """Counts halved gate and up projections that are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and made.shape == (48, 32):
+            self._made.append(StorageWeakRef(made.untyped_storage()))
+        self.most = max(self.most, sum(not storage.expired() for storage in self._made))
+        return made
+
+
+def test_autocast_keeps_no_weights_of_layers_that_have_left():
+    most = []
+    for training in pair((), 6, bf16=True, gradient_checkpointing=True):
+        with _Casts() as casts:
+            training.step(0, micro_batches=2)
+        most.append(casts.most)
+    assert most == [12, 2]
 
 
 def test_the_sums_of_replicas_take_the_place_of_gradients():

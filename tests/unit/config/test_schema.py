@@ -388,6 +388,8 @@ def test_inputs_of_a_chain_stay():
     assert Config.from_dict(raw).training.activation_offloading
     raw["training"]["objective"] = "image-classification"
     assert "training.activation_offloading: is for models of texts" in message(raw)
+    raw["shard_plan"][1]["offload"] = "auto"
+    assert "shard_plan[1].offload: is for models of texts; set it to 0" in message(raw)
 
 
 def test_plan_is_compared_with_the_models_layers():
