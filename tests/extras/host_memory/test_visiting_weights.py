@@ -181,7 +181,8 @@ class _Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and made.shape == (48, 32):
+        is_cast = func is torch.ops.aten._to_copy.default and made.dtype == torch.bfloat16
+        if is_cast and made.shape == (48, 32):
             self._made.append(StorageWeakRef(made.untyped_storage()))
         self.most = max(self.most, sum(not storage.expired() for storage in self._made))
         return made
