@@ -255,6 +255,8 @@ def test_one_command_trains_on_all_cards_and_one_may_be_killed(cards, killed, fi
 
 
 KILLED = "a_worker_that_is_killed_in_a_backward_comes_back_and_the_result_is_the_same"
+KILLED_IN_FULL = "a_worker_whose_trained_layers_visit_is_killed_at_every_moment_of_a_step"
+RESUMED_IN_FULL = "full_training_goes_on_with_other_layers_in_host_memory"
 INTEGRATION = (
     f"integration/test_recovery.py::test_{KILLED}",
     "integration/test_recovery.py::test_a_coordinator_that_is_killed_goes_on_with_the_same_command",
@@ -264,6 +266,8 @@ INTEGRATION = (
     "integration/test_resume.py::test_resume_under_other_plans_equals_the_uninterrupted_run",
     "integration/test_snapshot.py",
     "extras/host_memory/test_runs.py",
+    f"extras/host_memory/test_full_runs.py::test_{KILLED_IN_FULL}",
+    f"extras/host_memory/test_full_runs.py::test_{RESUMED_IN_FULL}",
 )
 """Tests of several processes that compare runs on the device with one another."""
 
