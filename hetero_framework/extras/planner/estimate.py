@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ def estimate_fleet(
     # The plan in the file does not count: any of these processes may hold layers.
     fleet = config.with_changes(shard_plan=AUTO)
     check_devices(fleet, model, {id: _no_four_bit(known[id]) for id in ids})
-    works = config.per_quantization(ids, lambda id: model_work(fleet.held_by(id), model))
+    with _one_thread():
+        works = config.per_quantization(ids, lambda id: model_work(fleet.held_by(id), model))
     profile = profile_of(
         config,
         {id: works[id].memory for id in ids},
@@ -87,6 +89,17 @@ def estimate_fleet(
     if not all(part.counted for part in works["local"].memory):
         about["assumed"].append("what layers store of a micro-batch is unknown and left out")
     return profile, {**about, "job": _job(config, model, ids)}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread in the block: on tiny tensors others would wait, and cost as much."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _link(device: KnownDevice) -> HostLink:

@@ -19,7 +19,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework.config import StageSpec
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models.cut.introspect import BlockForm, ModelStructure, tied_names
+from hetero_framework.models.cut.introspect import (
+    BlockForm,
+    ModelStructure,
+    as_text,
+    introspect,
+    tied_names,
+)
 from hetero_framework.models.cut.language import PLAIN, copy_plain_attributes, meta_model, towers
 from hetero_framework.models.cut.side import Call
 
@@ -42,6 +48,16 @@ def ranges_between(bounds: Sequence[int]) -> tuple[ShardRange, ...]:
     """The shards of a whole model: one from each bound to the next."""
     spans, last = enumerate(pairwise(bounds)), len(bounds) - 2
     return tuple(ShardRange(start, end, k == 0, k == last) for k, (start, end) in spans)
+
+
+_skeletons: dict[str, Skeleton] = {}  # by configuration, in this process
+
+
+def skeleton_of(config: PretrainedConfig) -> Skeleton:
+    """The skeleton of a configuration's model, made once. Raises as `introspect` does."""
+    if (asked := as_text(config)) not in _skeletons:
+        _skeletons[asked] = Skeleton(config, introspect(config))
+    return _skeletons[asked]
 
 
 class Skeleton:

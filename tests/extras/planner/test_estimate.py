@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hetero_framework.cli import main
 from hetero_framework.extras.planner import estimate, load_profile
@@ -98,6 +99,19 @@ def test_the_configuration_lists_the_devices(model, estimated):
     for words in (named[:4], named):
         found = estimated(*words, "--exclude", "box")
         assert [device["id"] for device in found["estimate"]["devices"]] == ["local", 1]
+
+
+def test_tiny_copies_are_computed_on_one_thread(estimated, monkeypatch):
+    seen, work = [], estimate.model_work
+    counted = lambda *given: seen.append(torch.get_num_threads()) or work(*given)  # noqa: E731
+    monkeypatch.setattr(estimate, "model_work", counted)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        estimated("--model", "./model", "--device", "local=RTX 4090")
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_dry_run_is_labelled_as_an_estimate(printed):

@@ -19,7 +19,7 @@ from tests.extras.tinker.calling import ADAM, called, drawn, request
 from tests.samples import machines_here, save_llama
 
 pytest.importorskip("tinker")
-pytestmark = pytest.mark.xdist_group("pool")
+pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("verdicts")]
 
 SFT = [drawn(1, 3, "weights"), drawn(2, 5, "weights")]
 POLICY = drawn(3, 4, "logprobs", "advantages")
