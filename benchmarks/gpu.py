@@ -28,7 +28,8 @@ codecs        the same bits on the device as on the CPU
 stream_frozen layers that visit the card from host memory: the bits of those that are held there; on
               a real card also the tokens per second of both at 512 to 4,096 tokens a micro-batch,
               of 1.1 billion weights in bfloat16 and in 4 bits
-stream_8b     the same figures of 8 billion weights in 4 bits
+stream_trained   trained layers that visit the card with their gradients and states: the bits
+stream_8b     the figures of stream_frozen of 8 billion weights in 4 bits
 offload_optimizer   optimizer states and stored inputs in host memory: the bits, and the peaks
 memory_returns, out_of_memory, estimate
               a run's memory comes back; a full card is told as that; peak against prediction
@@ -60,7 +61,7 @@ CHECKS = (
     *("parity_fp32", "parity_bf16", "lora_4bit", "copies", "llama_1b", "overlap"),
     *("fp16", "padding_free", "loss_chunks", "compiled", "lora_int8", "optimizer_8bit", "tied"),
     *("recompute", "several_stages", "cpu_coordinator", "wire_codecs", "resume", "codecs"),
-    *("stream_frozen", "stream_8b", "offload_optimizer"),
+    *("stream_frozen", "stream_trained", "stream_8b", "offload_optimizer"),
     *("memory_returns", "out_of_memory", "estimate"),
 )
 _PACKAGES = {

@@ -171,25 +171,29 @@ def codecs(bench: Bench) -> Result:
 def stream_frozen(bench: Bench) -> Result:
     """Frozen layers that visit the device against layers that are held there: the same bits, and on
     a card tokens per second and the peak of memory, by the tokens of a micro-batch."""
-    if bench.device.one_memory:
-        raise Skip(f"{bench.device.name} shares the machine's memory")
-    layers = bench.size.layers
-    runs = {
-        name: small_run(
-            bench,
-            f"stream-{name}",
-            [],
-            training={},
-            adapter=_ADAPTER,
-            entry={"offload": layers} if name == "streamed" else None,
-        )
-        for name in ("uncut", "again", "streamed")
-    }
-    result = verdict(runs, 1e-5)
+    result = _streamed(bench, "stream", _ADAPTER)
     if bench.device.label.startswith("Emulated"):
         return result
     kinds = [None, *(["nf4"] if bench.device.four_bit() else [])]
     return {**result, "speeds": {str(k): stream_speeds(bench, "big", k) for k in kinds}}
+
+
+def stream_trained(bench: Bench) -> Result:
+    """Trained layers that visit the device, with their gradients and states, against layers that
+    are held there: the same bits."""
+    return _streamed(bench, "trained", None)
+
+
+def _streamed(bench: Bench, name: str, adapter: dict[str, Any] | None) -> Result:
+    if bench.device.one_memory:
+        raise Skip(f"{bench.device.name} shares the machine's memory")
+    entries = {"uncut": None, "again": None, "streamed": {"offload": bench.size.layers}}
+    runs = {
+        kind: small_run(bench, f"{name}-{kind}", [], training={}, adapter=adapter, entry=entry)
+        for kind, entry in entries.items()
+    }
+    peaks = {f"{kind}_mib": run.peak_bytes >> 20 for kind, run in runs.items()}
+    return {**verdict(runs, 1e-5), **peaks}
 
 
 def stream_8b(bench: Bench) -> Result:

@@ -33,8 +33,9 @@ class PlanEntry(Section):
     gradient_checkpointing: bool | None = None
     """Replaces training.gradient_checkpointing for this stage. null: as training says."""
     offload: Annotated[StrictInt, with_unit("layers", ge=0)] | Literal["auto"] = 0
-    """Frozen layers of this stage that stay in host memory and visit the device in the order of
-    their use. The device has room for two of them at any time, so 4 is the least that saves memory.
+    """Layers of this stage that stay in host memory and visit the device in the order of their use.
+    Layers that are trained have their gradients and the stage's optimizer states there, too. The
+    device has room for two layers at any time, so 4 is the least that saves memory.
     "auto": as few as it takes to fit the device's free memory."""
     offload_optimizer: bool | None = None
     """Replaces training.offload_optimizer for this stage. null: as training says."""

@@ -1479,13 +1479,7 @@ def _weight_problems(parts: Mapping[str, Any]) -> Iterator[Problem]:
         changes = "adapter.init_lora_weights rewrites theirs; set offload to 0"
         if quantised:
             yield Problem("adapter.init_lora_weights", REWRITES_QUANTISED)
-    if adapter is not None and adapter.bias == "all":
-        changes = 'adapter.bias "all" trains theirs; set offload to 0'
     if "adapter" in parts and adapter is None and model is not None:
-        changes = (
-            "without an adapter all are trained; add an adapter section (LoRA), or set offload to 0"
-            " (training.offload_optimizer keeps the optimizer's states there)"
-        )
         text = (
             "quantised weights cannot be trained; add an adapter section (LoRA) or set it to null"
         )
@@ -1494,8 +1488,10 @@ def _weight_problems(parts: Mapping[str, Any]) -> Iterator[Problem]:
             text = 'needs float32 weights when all are trained; set model.dtype to "float32"'
             yield Problem("training.fp16", text)
     for index, entry in enumerate(parts.get("shard_plan") or ()):
-        if changes and entry.offload not in (0, "auto"):
-            text = f"only frozen layers can stay in host memory, and {changes}"
+        if entry.offload and training is not None and not training.reads_text:
+            yield Problem(f"shard_plan[{index}].offload", "is for models of texts; set it to 0")
+        elif changes and entry.offload not in (0, "auto"):
+            text = f"layers can stay in host memory as they are stored, and {changes}"
             yield Problem(f"shard_plan[{index}].offload", text)
     if model is not None and model.from_config is not None:
         yield from (Problem(path, _NEEDS_STORED) for path in quantised)

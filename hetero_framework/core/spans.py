@@ -33,7 +33,16 @@ WEIGHTS = "weights"
 """A layer's way from host memory to the device."""
 AWAITED = "awaited"
 """The device's wait for a layer on its way, within a task."""
-VISITS = (WEIGHTS, AWAITED, "inputs out", "inputs in", "states in", "states out")
+VISITS = (
+    WEIGHTS,
+    AWAITED,
+    "inputs out",
+    "inputs in",
+    "states in",
+    "states out",
+    "gradients in",
+    "gradients out",
+)
 """Kinds for tensors in host memory: each kind of copy, and the wait."""
 KINDS = (FORWARD, BACKWARD, FORWARD_BACKWARD, SEND, RECEIVE, COMMIT, *VISITS)
 COMPUTE = (FORWARD, BACKWARD, FORWARD_BACKWARD)

@@ -148,7 +148,7 @@ class Stage:
             self._kept = {name: value.clone() for name, value in self._statistics.items()}
         if info.decoding is not None:
             self._decoder = registry.find("stages", "decoding")(self._shard, info.decoding)
-        self._early.begin(take if info.summed else None)
+        self._early.begin(take if info.summed and not self.residence.trains else None)
         if (mode := (info.train, not info.reference)) == self._mode:
             return  # both go through all modules, which would take longer than a small step
         self._mode = mode
@@ -261,8 +261,10 @@ class Stage:
             shares = [*rest, *self._targets.items()]
         else:
             shares = [(name, self._targets[name]) for name in self.ties]
-        gradients = ((name, p.grad) for name, p in shares if p.grad is not None)
-        yield from in_parts((name, self._on_host(name, grad), {}) for name, grad in gradients)
+        gradients = ((name, self.residence.gradient(p)) for name, p in shares)
+        yield from in_parts(
+            (name, self._on_host(name, grad), {}) for name, grad in gradients if grad is not None
+        )
 
     def _on_host(self, name: str, gradient: Tensor) -> Tensor:
         kept = name in self._targets
@@ -289,19 +291,21 @@ class Stage:
             if source in named and target.grad is not None:
                 sums[source] = _sum(sums.get(source), target.grad)
         for name, total in sums.items():
-            named[name].grad = _sum(named[name].grad, total)
+            before = self.residence.gradient(named[name])
+            self.residence.put_gradient(named[name], _sum(before, total))
 
     def report_gradients(self) -> GradientReport:
         """Unscale the gradients and report their norms."""
         self._add_tied()
         norms = []
         for _, parameter in self._parameters:
-            if parameter.grad is None:
+            if (gradient := self.residence.gradient(parameter)) is None:
                 norms.append(torch.zeros((), device=parameter.device))
                 continue
             if self._info.loss_scale != 1.0:
-                parameter.grad.mul_(1.0 / self._info.loss_scale)
-            norms.append(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
+                gradient.mul_(1.0 / self._info.loss_scale)
+                self.residence.put_gradient(parameter, gradient)
+            norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
         stacked = torch.stack(norms) if norms else torch.zeros(0)
         return GradientReport(self._device.to_host(stacked), self._nonfinite())
 
@@ -317,19 +321,19 @@ class Stage:
                 if adam is not None:
                     group.update(betas=adam[:2], eps=adam[2], weight_decay=adam[3])
             if failpoints.is_due("optimizer-half"):
-                self._step_half(self._optimizer)
-            self.residence.step(self._optimizer)
+                self._step_half(self._optimizer, grad_scale)
+            self.residence.step(self._optimizer, grad_scale)
         self._kept = None
         self.abort()
 
-    def _step_half(self, optimizer: torch.optim.Optimizer) -> None:
+    def _step_half(self, optimizer: torch.optim.Optimizer, grad_scale: float) -> None:
         """For a failpoint: the first half of the parameters makes the step before the others."""
         parameters = [parameter for _, parameter in self._parameters]
         first, rest = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         gradients = [parameter.grad for parameter in rest]
         for parameter in rest:
             parameter.grad = None
-        self.residence.step(optimizer)
+        self.residence.step(optimizer, grad_scale)
         failpoints.hit("optimizer-half")
         for parameter in first:
             parameter.grad = None
@@ -348,6 +352,7 @@ class Stage:
                 self._kept = None
             for _, parameter in self._parameters:
                 parameter.grad = None
+            self.residence.forget_gradients()
         for target in self._targets.values():
             target.grad = None
         self._sums_elsewhere = {}
@@ -377,12 +382,13 @@ class Stage:
         known = dict(self._parameters)
         if unknown := [name for name in names if name not in known]:
             raise ProtocolError(f"stage {self.index} trains no {unknown[0]!r}")
-        weights = ((name, known[name].detach()) for name in names)
+        weights = ((name, self.residence.home(known[name])) for name in names)
         entries: Iterator[Entry] = ((name, weight, {}) for name, weight in weights)
         return StateSnapshot(entries, self._device).part(number)
 
     def export(self) -> Iterator[StatePart]:
         """Tensors as the finished artefact names them, in parts."""
+        self.residence.go_home()
         yield from in_parts((name, tensor, {}) for name, tensor in export_parts(self._shard))
 
     def _checkpoint_entries(self) -> Iterator[Entry]:
@@ -391,7 +397,7 @@ class Stage:
         for name, parameter in self._parameters:
             tensors, plain = states.get(name, ({}, {}))
             values = {f"{OPTIMIZER}/{key}/{name}": value for key, value in plain.items()}
-            yield f"{WEIGHTS}/{name}", parameter.detach(), values
+            yield f"{WEIGHTS}/{name}", self.residence.home(parameter), values
             for key, tensor in tensors.items():
                 yield f"{OPTIMIZER}/{key}/{name}", tensor, {}
         for name, value in self._statistics.items():
@@ -412,12 +418,13 @@ class Stage:
             places = {**dict(self._parameters), **self._targets}
             for name, total in part.tensors.items():
                 parameter = self._place(places, name, total)
-                parameter.grad = total.to(parameter, copy=True)
+                self.residence.put_gradient(parameter, total.to(parameter, copy=True))
         elif kind == "weights":
             places = dict(self._parameters)
             with torch.no_grad():
                 for name, weight in part.tensors.items():
-                    self._place(places, name, weight).copy_(weight)
+                    self.residence.home(self._place(places, name, weight)).copy_(weight)
+            self.residence.changed()
         elif kind == "adapter":
             from hetero_framework.models.adapters import lora
 
@@ -440,7 +447,8 @@ class Stage:
 
     def _load_checkpoint(self, part: StatePart) -> None:
         """Load weights at once, and the optimizer's state with the last part."""
-        parameters: dict[str, Tensor] = {**dict(self._parameters), **self._statistics}
+        parameters = {name: self.residence.home(p) for name, p in self._parameters}
+        parameters |= self._statistics
         for full_name, value in [*part.tensors.items(), *part.values.items()]:
             kind, _, rest = full_name.partition("/")
             key, _, name = rest.partition("/") if kind == OPTIMIZER else ("weight", "", rest)
@@ -461,6 +469,7 @@ class Stage:
                 # A private copy: the tensor may lie in a receive buffer that is used again.
                 kept = value.clone() if isinstance(value, Tensor) else value
                 self._loading.setdefault(name, {})[key] = kept
+        self.residence.changed()
         if part.last:
             if absent := [name for name in parameters if name not in self._loading]:
                 raise CheckpointError(

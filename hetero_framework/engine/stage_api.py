@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from hetero_framework.core.devices import DeviceEvent
@@ -168,6 +169,9 @@ class Residence:
     streams: ClassVar[bool] = False
     """Whether tensors come and go while tasks run, so that each task calls `begin` and `end`."""
 
+    trains: bool = False
+    """Whether trained weights come and go too, and their gradients with them."""
+
     @property
     def misses(self) -> int | None:
         """How often a layer was used before its copy was asked for; None where none streams."""
@@ -184,10 +188,32 @@ class Residence:
         """Note that all work of the task is queued on the device."""
 
     def abort(self) -> None:
-        """Forget the step."""
+        """Forget what is stored of the pass."""
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Step the optimizer."""
+    def home(self, parameter: Parameter) -> Tensor:
+        """The memory in which a weight is read and written outside of tasks; call `changed` after
+        writing."""
+        return parameter.detach()
+
+    def changed(self) -> None:
+        """Note that weights were written at home."""
+
+    def go_home(self) -> None:
+        """Let all weights be read in the model's parameters, up to the next task."""
+
+    def gradient(self, parameter: Parameter) -> Tensor | None:
+        """A weight's gradient of the step so far, on the device."""
+        return parameter.grad
+
+    def put_gradient(self, parameter: Parameter, gradient: Tensor) -> None:
+        """Replace a weight's gradient."""
+        parameter.grad = gradient
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients that are not on the device."""
+
+    def step(self, optimizer: Optimizer, scale: float = 1.0) -> None:
+        """Step the optimizer. Gradients that are not on the device are multiplied by `scale`."""
         optimizer.step()
 
     def load(self, optimizer: Optimizer, names: Mapping[Any, str], state: States) -> None:

@@ -369,7 +369,7 @@ def warn_of_a_small_disk(prepared: Prepared, store: CheckpointStore, done: int) 
     data = prepared.data
     most = checkpoints_at_once(training, data.total_steps, data.steps_per_epoch)
     there = sum(step <= done for step in store.complete_steps()) if done else 0
-    nbytes = sum(memory.gradients + memory.states for memory in prepared.memory)
+    nbytes = sum(memory.trained_bytes + memory.states for memory in prepared.memory)
     needed = nbytes * max(most - there, 2)
     try:
         folders = (store.root, *store.root.absolute().parents)

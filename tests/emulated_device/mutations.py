@@ -43,6 +43,7 @@ from hetero_framework.extras.host_memory import (
     optimizer_states,
     stored_inputs,
     streamed_layers,
+    visiting_weights,
     visitors,
 )
 from hetero_framework.models.cut.introspect import BlockForm
@@ -89,6 +90,66 @@ MUTATIONS = (
         streamed_layers,
         "entered.register_hook(lambda _: self._done(position))",
         "left.register_hook(lambda _: self._done(position))",
+    ),
+    Mutation(
+        "a gradient leaves before it is made",
+        visiting_weights,
+        ", gradient)], *after)",
+        ", gradient)])",
+    ),
+    Mutation(
+        "a gradient is added to a sum that has not come",
+        visiting_weights,
+        "            self._device.order_behind(fetched[1])\n",
+        "",
+    ),
+    Mutation(
+        "a sum comes before it is at home",
+        visiting_weights,
+        "pairs, queued, self.added[parameter])",
+        "pairs, queued)",
+    ),
+    Mutation(
+        "a sum comes into memory that queued work still uses",
+        visiting_weights,
+        "pairs, queued, self.added[parameter])",
+        "pairs, self.added[parameter])",
+    ),
+    Mutation(
+        "a gradient is read before it is there",
+        visiting_weights,
+        "        self._device.order_behind(arrival)\n        return gradient\n",
+        "        return gradient\n",
+    ),
+    Mutation(
+        "a weight steps before it is there",
+        visiting_weights,
+        "                self._device.order_behind(arrival)\n",
+        "",
+    ),
+    Mutation(
+        "a weight comes into memory that queued work still uses",
+        visiting_weights,
+        "(there, home)], queued)",
+        "(there, home)])",
+    ),
+    Mutation(
+        "a weight goes home before its step",
+        visiting_weights,
+        "[(home, weight)], stepped)",
+        "[(home, weight)])",
+    ),
+    Mutation(
+        "weights are read before they are at home",
+        visiting_weights,
+        "        self._written.wait()\n",
+        "        pass\n",
+    ),
+    Mutation(
+        "a layer of the last step is used again",
+        streamed_layers,
+        "            self._arriving, self._there = {}, {}\n",
+        "",
     ),
     Mutation(
         "states are used before they are there",

@@ -1,4 +1,4 @@
-"""Programs for `mutations.py`: optimizer states and stored inputs that visit the device.
+"""Programs for `mutations.py`: trained layers, optimizer states and stored inputs that visit.
 
     python -m tests.emulated_device.visits DEVICE
 
@@ -27,7 +27,17 @@ from torch.utils.checkpoint import checkpoint
 from hetero_framework.config import StageSpec
 from hetero_framework.core.devices import Device, open_device
 from hetero_framework.core.planned_order import BACKWARD, FORWARD
-from hetero_framework.extras.host_memory import optimizer_states, stored_inputs, visitors
+from hetero_framework.engine.stage_api import Residence
+from hetero_framework.extras.host_memory import (
+    optimizer_states,
+    residence,
+    stored_inputs,
+    streamed_layers,
+    visiting_weights,
+    visitors,
+)
+from hetero_framework.models.cut.introspect import BlockForm
+from hetero_framework.models.cut.reuse import ReusableModules
 
 _ROUNDS = 9
 _WIDTH = 48
@@ -160,7 +170,86 @@ def visiting_inputs(device: Device) -> int:
     return sum(not torch.equal(device.to_host(tensor), other) for tensor, other in pairs)
 
 
-PROGRAMS: tuple[Callable[[Device], int], ...] = (visiting_states, visiting_inputs)
+class _Trained(torch.nn.Module):
+    def __init__(self, draw: torch.Generator) -> None:
+        super().__init__()
+        self.up = torch.nn.Parameter(torch.randn(_WIDTH, _WIDTH, generator=draw) / _WIDTH)
+        self.scale = torch.nn.Parameter(torch.randn(_WIDTH, generator=draw))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.relu(hidden @ self.up) * self.scale
+
+
+def trained_layers(device: Device) -> int:
+    """Trained layers that visit with their gradients and states, against the same ones on the CPU:
+    steps of micro-batches in the order of 1F1B. Gradients are read and halved before each step,
+    weights are read behind every other one, and written once."""
+    draw, ahead = torch.Generator().manual_seed(0), _Ahead(device)
+    blocks = [_Trained(draw) for _ in range(_LAYERS)]
+    entering = torch.randn(4, 4, _WIDTH, generator=draw)
+    optimizer_states.STATES_GROUP_BYTES = 16 * _WIDTH * _WIDTH
+    # A mistake makes these classes anew.
+    weights, states = visiting_weights.VisitingWeights, optimizer_states.OptimizerStates
+    weights.__bases__ = states.__bases__ = (visitors.Visitors,)
+    streamed_layers.VisitingWeights = weights  # type: ignore[misc]
+    right = _steps(blocks, blocks, entering, Residence(), ahead)
+    draw.manual_seed(0)
+    there = [_Trained(draw).to(device.torch_device) for _ in range(_LAYERS)]
+    memory = visitors.HostTensors(device)
+    hosts = {k: streamed_layers.HostLayer(device, b, (), memory) for k, b in enumerate(there)}
+    layers = streamed_layers.StreamedLayers(device, hosts, is_last=False)
+    form = BlockForm(entry=0, exit=None, exit_length=0)
+    forwards = [layers.around(k, form, block) for k, block in enumerate(there)]
+    here = residence.HostMemory(layers, states(device, layers.weights), None)
+    found = _steps(there, forwards, entering.to(device.torch_device), here, ahead)
+    here.dissolve(ReusableModules())
+    pairs = zip(map(device.to_host, found), right, strict=True)
+    return layers.misses + sum(not torch.equal(tensor, other) for tensor, other in pairs)
+
+
+def _steps(
+    blocks: list[_Trained], forwards: list[Any], entering: Tensor, here: Residence, ahead: _Ahead
+) -> list[Tensor]:
+    parameters = [parameter for block in blocks for parameter in block.parameters()]
+    optimizer, found = torch.optim.AdamW(parameters, lr=0.1), list[Tensor]()
+    tasks = [FORWARD, FORWARD, *[BACKWARD, FORWARD] * (len(entering) - 2), BACKWARD, BACKWARD]
+    for step in range(4):
+        waiting, inputs = deque[tuple[Tensor, Tensor]](), iter(entering * (step + 1))
+        for kind, following in pairwise([*tasks, FORWARD]):
+            if here.streams:
+                ahead.run()
+            here.begin(kind, 0, following)
+            if kind == FORWARD:
+                first = hidden = next(inputs).requires_grad_()
+                for forward in forwards:
+                    hidden = forward(hidden)
+                waiting.append((first, hidden))
+            else:
+                first, hidden = waiting.popleft()
+                hidden.backward(torch.ones_like(hidden))
+                assert first.grad is not None
+                found += [hidden.detach(), first.grad]
+            here.end()
+        for parameter in parameters:
+            gradient = here.gradient(parameter)
+            assert gradient is not None
+            found.append(gradient.clone())
+            here.put_gradient(parameter, gradient.mul_(0.5))
+            if not here.streams:
+                gradient.mul_(0.25)
+        here.step(optimizer, 0.25)
+        here.forget_gradients()
+        optimizer.zero_grad()
+        if step % 2:
+            homes = [here.home(parameter) for parameter in parameters]
+            found += [home.clone() for home in homes]
+            for home in homes if step == 1 else ():
+                home.mul_(0.5)
+            here.changed()
+    return found
+
+
+PROGRAMS: tuple[Callable[[Device], int], ...] = (visiting_states, visiting_inputs, trained_layers)
 
 
 def step_seconds(device: Device) -> tuple[float, float]:

@@ -26,7 +26,7 @@ SKIPPED = (
 )
 """Checks of `benchmarks.gpu` that need kernels or times of a real card."""
 OF_ANOTHER = (
-    *("parity_bf16", "fp16", "stream_frozen", "offload_optimizer"),
+    *("parity_bf16", "fp16", "stream_frozen", "stream_trained", "offload_optimizer"),
     *("memory_returns", "out_of_memory", "estimate"),
 )
 """Those in which an accelerator that is not CUDA goes another way: casts, streams, memory."""
@@ -192,6 +192,21 @@ def test_layers_that_visit_cost_what_computing_does_not_hide(rate, offload, most
 
 
 @pytest.mark.emulated
+@pytest.mark.parametrize(("rate", "most"), [("100e6", 1.08), ("15e6", 1.35)])
+def test_trained_layers_that_visit_cost_little(rate, most, library):
+    """With copies that computing hides, but for those of the step, and with copies that take about
+    as long as computing."""
+    times = {"HETERO_EMULATED_COPY_RATE": rate, "HETERO_EMULATED_KERNEL_US": "8000"}
+    program = ("-m", "tests.emulated_device.streaming", "cuda:1", "16", "4", "trained")
+    seen = json.loads(run(library, *program, HETERO_EMULATED_DELAY_US="0", **times))
+    assert seen["equal"]
+    assert seen["misses"] == 0
+    assert seen["streamed_s"] <= most * seen["resident_s"]
+    assert rate != "15e6" or seen["copied_s"] > 0.9 * seen["resident_s"]
+    assert seen["streamed_bytes"] < 0.4 * seen["resident_bytes"]
+
+
+@pytest.mark.emulated
 @pytest.mark.parametrize("rate", ["200e6", "40e6"])
 def test_states_and_stored_inputs_visit_beside_computing(rate, library):
     """The copies of the inputs take 1 and 5 ms, the products of a layer 9 ms."""
@@ -240,6 +255,8 @@ def test_one_command_trains_on_all_cards_and_one_may_be_killed(cards, killed, fi
 
 
 KILLED = "a_worker_that_is_killed_in_a_backward_comes_back_and_the_result_is_the_same"
+KILLED_IN_FULL = "a_worker_whose_trained_layers_visit_is_killed_at_every_moment_of_a_step"
+RESUMED_IN_FULL = "full_training_goes_on_with_other_layers_in_host_memory"
 INTEGRATION = (
     f"integration/test_recovery.py::test_{KILLED}",
     "integration/test_recovery.py::test_a_coordinator_that_is_killed_goes_on_with_the_same_command",
@@ -249,6 +266,8 @@ INTEGRATION = (
     "integration/test_resume.py::test_resume_under_other_plans_equals_the_uninterrupted_run",
     "integration/test_snapshot.py",
     "extras/host_memory/test_runs.py",
+    f"extras/host_memory/test_full_runs.py::test_{KILLED_IN_FULL}",
+    f"extras/host_memory/test_full_runs.py::test_{RESUMED_IN_FULL}",
 )
 """Tests of several processes that compare runs on the device with one another."""
 

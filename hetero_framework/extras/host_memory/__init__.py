@@ -1,1 +1,1 @@
-"""Host memory: frozen layers, optimizer states and stored inputs that visit the device in turn."""
+"""Host memory: layers, optimizer states and stored inputs that visit the device in turn."""

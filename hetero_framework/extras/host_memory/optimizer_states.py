@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from hetero_framework.core.devices import Device, DeviceEvent
 from hetero_framework.engine.optimizer import load_state_tensors
 from hetero_framework.engine.stage_api import States
+from hetero_framework.extras.host_memory.visiting_weights import VisitingWeights
 from hetero_framework.extras.host_memory.visitors import Visitors
 from hetero_framework.models.sizing.streaming import STATES_GROUP_BYTES, STATES_OF_NUMBER
 
@@ -45,36 +46,45 @@ class OptimizerStates(Visitors):
     """The states of one stage's optimizer. Between commits `optimizer.state` holds them in host
     memory, always in the same place."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, weights: VisitingWeights | None = None) -> None:
+        """`weights` visit with their gradients when they step."""
         super().__init__(device)
+        self._weights = weights or VisitingWeights(device, [])
         self._hosts: _Visiting = {}
         self._returned = DeviceEvent()
 
-    def step(self, optimizer: Optimizer) -> None:
+    def step(self, optimizer: Optimizer, scale: float = 1.0) -> None:
         """Do `optimizer.step`, group by group. Gradients are gone afterwards."""
-        gradients = {p: p.grad for p in _parameters(optimizer) if p.grad is not None}
+        weights = self._weights
+        stepping = [p for p in _parameters(optimizer) if p.grad is not None or p in weights.added]
+        gradients = {p: p.grad for p in stepping}
         for parameter in gradients:
             parameter.grad = None
         states, groups = optimizer.state, in_groups(gradients)
         following = self._fetch(states, groups[0] if groups else [])
+        weights.fetch(groups[0] if groups else [])
         for group, next_group in pairwise([*groups, []]):
             self._let_go(_RETURNING)
             there, arrival = following
             following = self._fetch(states, next_group)
+            weights.fetch(next_group)
             self._device.order_behind(arrival)
             for (parameter, key), tensor in there.items():
                 states[parameter][key] = tensor
             for parameter in group:
                 parameter.grad = gradients.pop(parameter)
+            weights.enter(group, scale)
             # Some optimizers look at all states that there are, and bring them to the device.
             optimizer.state = defaultdict(dict, {p: states[p] for p in group if p in states})
             optimizer.step()
             states.update(optimizer.state)
+            weights.leave(group)
             for parameter in group:
                 parameter.grad = None
             self._send_back(states, group)
         optimizer.state = states
         self._let_go(0)
+        weights.settle()
         self._memory.tell("optimizer states")
 
     def load(self, optimizer: Optimizer, names: Mapping[Any, str], state: States) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
@@ -22,6 +24,7 @@ from hetero_framework.extras.host_memory.streamed_layers import (
     StreamedLayers,
     load_streamed,
 )
+from hetero_framework.extras.host_memory.visiting_weights import VisitingWeights
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.reuse import ReusableModules
@@ -50,15 +53,18 @@ def reside(
     kept: ReusableModules,
 ) -> tuple[Shard, HostMemory]:
     """Load a stage's shard, with the parts in host memory that the plan keeps there. Raises
-    ConfigError for streamed layers that are trained."""
+    ConfigError for streamed layers that differ from what is stored."""
     entry, layers = config.shard_plan[spec.index], None
     if entry.offload:
         assert isinstance(entry.offload, int)
         admit_streaming(ModelSource.of(config).config)
-        shard, layers = load_streamed(load, rng, kept, device, entry.offload)
+        trains = config.adapter is None
+        shard, layers = load_streamed(load, rng, kept, device, entry.offload, trains=trains)
     else:
         shard = load(rng, kept)
-    states = OptimizerStates(device) if config.offloads_optimizer(spec.index) else None
+    visiting = layers.weights if layers and layers.weights.homes else None
+    away = visiting is not None or config.offloads_optimizer(spec.index)
+    states = OptimizerStates(device, visiting) if away else None
     inputs = StoredInputs(device, spec) if config.offloads_inputs(spec.index) else None
     return shard, HostMemory(layers, states, inputs)
 
@@ -76,6 +82,8 @@ class HostMemory(Residence):
     ) -> None:
         self._layers, self._states = layers or Residence(), states or Residence()
         self._inputs = inputs or Residence()
+        self._weights = layers.weights if layers else VisitingWeights(Device(), [])
+        self.trains = bool(self._weights.homes)
 
     @property
     def misses(self) -> int | None:
@@ -95,8 +103,27 @@ class HostMemory(Residence):
     def abort(self) -> None:
         self._inputs.abort()
 
-    def step(self, optimizer: Optimizer) -> None:
-        self._states.step(optimizer)
+    def home(self, parameter: Parameter) -> Tensor:
+        return self._weights.homes.get(parameter, parameter.detach())
+
+    def changed(self) -> None:
+        self._layers.changed()
+
+    def go_home(self) -> None:
+        self._layers.go_home()
+
+    def gradient(self, parameter: Parameter) -> Tensor | None:
+        return self._weights.gradient(parameter)
+
+    def put_gradient(self, parameter: Parameter, gradient: Tensor) -> None:
+        self._weights.put_gradient(parameter, gradient)
+
+    def forget_gradients(self) -> None:
+        self._weights.forget_gradients()
+
+    def step(self, optimizer: Optimizer, scale: float = 1.0) -> None:
+        self._states.step(optimizer, scale)
+        self.changed()
 
     def load(self, optimizer: Optimizer, names: Mapping[Any, str], state: States) -> None:
         self._states.load(optimizer, names, state)
@@ -105,7 +132,8 @@ class HostMemory(Residence):
         self._states.settle()
 
     def transfers(self) -> list[Transfer]:
-        return [*self._layers.transfers(), *self._states.transfers(), *self._inputs.transfers()]
+        visitors = (self._layers, self._weights, self._states, self._inputs)
+        return [transfer for kind in visitors for transfer in kind.transfers()]
 
     def dissolve(self, modules: ReusableModules) -> ReusableModules:
         return self._layers.dissolve(modules)

@@ -1,4 +1,4 @@
-"""Frozen layers in host memory that visit the device in the order of their use.
+"""Layers in host memory that visit the device in the order of their use.
 
 The layers take turns in a few slots of device memory. A layer's tensors always are views of the
 same slot, so that what autograd has stored of them is right again once the layer is back. When a
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -23,7 +23,8 @@ from hetero_framework.core.planned_order import BACKWARD, FORWARD
 from hetero_framework.core.spans import AWAITED, WEIGHTS
 from hetero_framework.engine.boundary_io import Sender
 from hetero_framework.errors import ConfigError, HeteroError
-from hetero_framework.extras.host_memory.visitors import Visitors, in_pieces
+from hetero_framework.extras.host_memory.visiting_weights import VisitingWeights
+from hetero_framework.extras.host_memory.visitors import HostTensors, Visitors, in_pieces
 from hetero_framework.models.adapters.trainable import trainable_parameters
 from hetero_framework.models.cut.introspect import BlockForm
 from hetero_framework.models.cut.partition import ShardRange
@@ -53,33 +54,34 @@ def load_streamed(
     kept: ReusableModules,
     device: Device,
     count: int,
+    *,
+    trains: bool = False,
 ) -> tuple[Shard, StreamedLayers]:
     """Load a shard with `count` of its layers in host memory. The device never holds more than the
-    part that stays there and a few layers. Raises ConfigError for layers that are trained."""
+    part that stays there and a few layers. With `trains` trained weights of the layers are there
+    too; else they stay on the device, as an adapter does. Raises ConfigError for layers that differ
+    from what is stored."""
     chosen = spread(count, rng.start, rng.end)
     blocks, read, trained = dict(kept.blocks), dict(kept.fingerprint), dict[str, Tensor]()
-    hosts: dict[int, HostLayer] = {}
+    hosts, memory = dict[int, HostLayer](), HostTensors(device)
     for start in range(rng.start, rng.end, SLOTS):
         part = ShardRange(start, min(start + SLOTS, rng.end), False, False)
         here = range(part.start, part.end)
         there = {k: kept.blocks[k] for k in here if k in kept.blocks}
         shard = load(part, ReusableModules(there, {}, kept.fingerprint))
         # The adapter is attached while the layer is here: some begin from the layer's weights.
-        trained |= {name: p.detach().clone() for name, p in trainable_parameters(shard)}
-        modules = shard.dissolve()
-        if absent := [k for k in here if k not in modules.blocks]:
-            raise ConfigError(
-                f"layer {absent[0]} cannot stay in host memory: it is trained or changed by the"
-                " run, or shares weights with another layer",
-                hint="train an adapter that leaves the layers' own weights alone, or take offload"
-                " out of shard_plan",
-            )
+        learned = [] if trains else trainable_parameters(shard)
+        trained |= {name: p.detach().clone() for name, p in learned}
+        modules = shard.dissolve(is_new=True)
+        _admit(k for k in here if k not in modules.blocks)
         for k in here:
             if k in chosen:
-                hosts[k] = HostLayer(device, modules.blocks[k])
+                staying = {id(p) for _, p in learned}
+                own = memory if trains else None
+                hosts[k] = HostLayer(device, modules.blocks[k], staying, own)
         blocks |= modules.blocks
         read |= modules.fingerprint
-        del shard, modules
+        del shard, modules, learned
         device.empty_cache()
     layers = StreamedLayers(device, hosts, is_last=rng.is_last)
     layers.tell()
@@ -91,13 +93,33 @@ def load_streamed(
     return shard, layers
 
 
-class HostLayer:
-    """The frozen tensors of `block` in host memory. `place_in` makes them views of a slot."""
+def _admit(absent: Iterable[int]) -> None:
+    """Raise ConfigError where one of a part's layers cannot be used again."""
+    for k in absent:
+        raise ConfigError(
+            f"layer {k} cannot stay in host memory: the run changes it before it trains, or it"
+            " shares weights with another layer",
+            hint="take offload out of shard_plan",
+        )
 
-    def __init__(self, device: Device, block: nn.Module) -> None:
+
+class HostLayer:
+    """The tensors of `block` in host memory, without parameters that are `staying` (by id).
+    `place_in` makes them views of a slot. Layers that are trained have a `memory`, in which each
+    tensor is in one piece."""
+
+    def __init__(
+        self,
+        device: Device,
+        block: nn.Module,
+        staying: Container[int] = (),
+        memory: HostTensors | None = None,
+    ) -> None:
         self._places: list[tuple[Any, str, Tensor, int]] = []
         self.nbytes, offsets = 0, dict[int, int]()
-        for holder, name, tensor in _frozen_tensors(block):
+        self.homes: dict[nn.Parameter, Tensor] = {}
+        """Trained weights, where they are between steps."""
+        for holder, name, tensor in _block_tensors(block, staying):
             if tensor.data_ptr() not in offsets:
                 offsets[tensor.data_ptr()] = self.nbytes
                 self.nbytes += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
@@ -105,7 +127,15 @@ class HostLayer:
         staged = torch.empty(self.nbytes, dtype=torch.uint8, device=device.torch_device)
         for _, _, tensor, offset in self._places:
             _view(staged, offset, tensor).copy_(tensor)
-        self._parts, self.plain_bytes = in_pieces(device, self.nbytes)
+        if memory is None:
+            self._parts, self.plain_bytes = in_pieces(device, self.nbytes)
+        else:
+            self._parts, before = [], memory.plain_bytes
+            for holder, _, tensor, offset in self._places:
+                self._parts.append((offset, memory.take(tensor.nbytes)))
+                if getattr(holder, "requires_grad", False):
+                    self.homes[holder] = _view(self._parts[-1][1], 0, tensor)
+            self.plain_bytes = memory.plain_bytes - before
         for part, piece in self.copies_to(staged):
             piece.copy_(part)
         for k, (holder, name, tensor, offset) in enumerate(self._places):
@@ -141,11 +171,11 @@ class StreamedLayers(Visitors):
         self._slots = [
             torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device) for nbytes in sizes
         ]
-        for layer, slot in zip(self._layers, self._slot, strict=True):
-            layer.place_in(self._slots[slot])
+        self._place()
         self._there: dict[int, int] = {}  # slot: the layer that is in it, or on its way
         self._arriving: dict[int, Future[Ends]] = {}
         self._direction = self._following = FORWARD
+        self.weights = VisitingWeights(device, [layer.homes for layer in self._layers])
         self._plain_bytes = sum(layer.plain_bytes for layer in self._layers)
         self._feeder = Feeder(device) if self._plain_bytes and device.is_async else None
         self.end()
@@ -164,6 +194,8 @@ class StreamedLayers(Visitors):
         def visited(*args: Any, **kwargs: Any) -> Any:
             self._use(position)
             output = forward(*args, **kwargs)
+            if self.weights.homes:
+                torch.clear_autocast_cache()  # it would hold halved weights of all layers
             if self._direction == BACKWARD:
                 return output  # computed again; its backward follows
             # A tensor's hook runs when all that was made of the tensor has been differentiated.
@@ -195,6 +227,27 @@ class StreamedLayers(Visitors):
 
     def begin(self, kind: str, micro_batch: int, following: str) -> None:
         self._direction, self._following = kind, following
+        if not self._is_placed:
+            self._place()
+            self.changed()
+
+    def go_home(self) -> None:
+        if self.weights.homes:
+            self._is_placed = False
+            for parameter, home in self.weights.homes.items():
+                parameter.data = home
+
+    def _place(self) -> None:
+        self._is_placed = True
+        for layer, slot in zip(self._layers, self._slot, strict=True):
+            layer.place_in(self._slots[slot])
+
+    def changed(self) -> None:
+        """Fetch the layers again: their weights have been written at home."""
+        if self.weights.homes:
+            settle(self._arriving.values())
+            self._arriving, self._there = {}, {}
+            self.end()
 
     def end(self) -> None:
         """Fetch the first layers of the next task, unless they are there or on their way."""
@@ -208,6 +261,7 @@ class StreamedLayers(Visitors):
     def dissolve(self, modules: ReusableModules) -> ReusableModules:
         """End once no copy is on its way. Returns the modules without the streamed layers."""
         settle(self._arriving.values())
+        self.weights.close()
         if self._feeder is not None:
             self._feeder.close()
         blocks = {k: block for k, block in modules.blocks.items() if k not in self._position}
@@ -216,6 +270,8 @@ class StreamedLayers(Visitors):
     def _begin_backward(self, position: int) -> None:
         self._direction = BACKWARD
         self._use(position)
+        for ahead in (position, position - 1):
+            self.weights.expect(ahead)
 
     def _use(self, position: int) -> None:
         """Make all work that this thread queues from now on wait for a layer."""
@@ -257,12 +313,12 @@ class StreamedLayers(Visitors):
         self._there[slot], self._arriving[position] = position, delivery
 
 
-def _frozen_tensors(block: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
-    """(holder, attribute, tensor) of each frozen weight of a block, and of its statistics where it
+def _block_tensors(block: nn.Module, staying: Container[int]) -> Iterator[tuple[Any, str, Tensor]]:
+    """(holder, attribute, tensor) of each weight of a block, and of its statistics where it
     is quantised. Small tensors (tables, buffers) and non-contiguous ones stay on the device."""
     for module in block.modules():
         for parameter in module.parameters(recurse=False):
-            if not parameter.is_contiguous() or not parameter.numel():
+            if id(parameter) in staying or not parameter.is_contiguous() or not parameter.numel():
                 continue
             yield parameter, "data", parameter.data
             state = getattr(parameter, "quant_state", None)  # bitsandbytes: 4 bits, then 8 bits

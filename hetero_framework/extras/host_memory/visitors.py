@@ -58,7 +58,7 @@ class HostTensors:
     each tensor is in one piece and little is lost."""
 
     def __init__(self, device: Device) -> None:
-        self.nbytes = self._plain_bytes = self._told_bytes = 0
+        self.nbytes = self.plain_bytes = self._told_bytes = 0
         self._device = device
         self._rests: list[Tensor] = []
 
@@ -72,7 +72,7 @@ class HostTensors:
             piece = self._device.pinned(1 << (several - 1).bit_length())
             if piece is None:
                 piece = torch.empty(length, dtype=torch.uint8)
-                self._plain_bytes += length
+                self.plain_bytes += length
             place = len(self._rests)
             self._rests.append(piece)
         rest = self._rests[place]
@@ -82,7 +82,7 @@ class HostTensors:
     def tell(self, contents: str) -> None:
         """Log how much memory is taken, once it is more than twice the amount last logged."""
         if self.nbytes > 2 * self._told_bytes:
-            self._told_bytes, plain = self.nbytes, self._plain_bytes
+            self._told_bytes, plain = self.nbytes, self.plain_bytes
             slower = f", {size(plain)} of it not pinned, which is slower" if plain else ""
             _log.info("%s in host memory: %s%s", contents, size(self.nbytes), slower)
 

@@ -101,7 +101,7 @@ class _Costs:
         rate, self.host_bytes = device.host_to_device_bytes_per_s, device.host_bytes
         self.states_bytes = sums(device.layer_host_bytes)
         ends = device.embedding_host_bytes + device.head_host_bytes
-        self.host_states_bytes = self.states_bytes[-1] + ends
+        self.host_states_bytes = 0.0 if device.states_follow else self.states_bytes[-1] + ends
         self.streams = rate > 0 and self.host_bytes > 0 and max(self._frozen) > 0
 
     def streamed_bytes(self, start: int, end: int, count: int) -> tuple[float, float]:
@@ -186,8 +186,8 @@ class Fleet:
 
     def fetch_s(self, part: Part) -> float:
         """Seconds in which a pass fetches streamed layers, without the layers that are still on the
-        device when the direction turns. Trained layers visit once for all micro-batches of a step;
-        what moves for that counts as half a step's for each direction."""
+        device when the direction turns. What moves for trained layers in a step counts as moving
+        in equal parts in all its passes."""
         costs, count = self.costs[part.device], part.offload
         if step := (costs.step_bytes[part.end] - costs.step_bytes[part.start]) * count:
             passes = 2 * self.micro_batches * (part.end - part.start)
@@ -370,8 +370,11 @@ class Fleet:
         part, last = layout[k], len(layout) - 1
         costs, count = self.costs[part.device], 1 if k == last else in_flight
         nbytes = count * self.inputs_away(part)
-        if costs.host_states_bytes:
-            nbytes += costs.states_bytes[part.end] - costs.states_bytes[part.start]
+        follow = part.offload > 0 and costs.device.states_follow
+        if costs.host_states_bytes or follow:
+            # The states of layers that visit count as a part of them.
+            share = 1 - part.offload / (part.end - part.start) if follow else 1.0
+            nbytes += share * (costs.states_bytes[part.end] - costs.states_bytes[part.start])
             nbytes += 0.0 if k else costs.device.embedding_host_bytes
             nbytes += costs.device.head_host_bytes if k == last else 0.0
         return nbytes

@@ -321,6 +321,7 @@ def profile_of(
 ) -> FleetProfile:
     """The fleet's profile. Of each process, `memory` is the need of embedding, layers and head,
     `memory_bytes` the limit, `host` its machine's memory and the link there, if not shared."""
+    micro_batches = config.training.gradient_accumulation_steps
     devices = [
         {
             "id": id,
@@ -332,7 +333,7 @@ def profile_of(
             "embedding_backward_s": cost.embedding.backward_s,
             "head_forward_s": cost.head.forward_s,
             "head_backward_s": cost.head.backward_s,
-            **bytes_of_parts(memory[id], one_memory=id not in host),
+            **bytes_of_parts(memory[id], micro_batches, one_memory=id not in host),
             "activation_bytes_per_layer": cost.of_layers("kept_bytes"),
             "activation_bytes_recomputed": cost.of_layers("recomputed_bytes"),
             "reserved_bytes": max(part.working for part in memory[id][:-1]),
@@ -346,7 +347,7 @@ def profile_of(
         {
             "version": 1,
             "layers": len(local.kinds),
-            "micro_batches": config.training.gradient_accumulation_steps,
+            "micro_batches": micro_batches,
             "activation_bytes": _wire_bytes(local, config.wire.activations),
             "gradient_bytes": _wire_bytes(local, config.wire.gradients),
             "embedding_is_trained": memory["local"][0].gradients > 0,

@@ -18,7 +18,7 @@ from hetero_framework.config.problems import Problem, problems_of, report, shown
 from hetero_framework.config.section import WholeFile, WorkerId, with_unit
 from hetero_framework.config.strict_json import read_object
 from hetero_framework.errors import ConfigError
-from hetero_framework.models.sizing import streaming
+from hetero_framework.models.sizing.streaming import visit_bytes
 
 if TYPE_CHECKING:
     from hetero_framework.models.sizing.memory import StageMemory
@@ -100,6 +100,8 @@ class DeviceProfile(Section):
     """The embedding's optimizer states in the machine's memory."""
     head_host_bytes: Bytes = 0.0
     """The head's optimizer states in the machine's memory."""
+    states_follow: bool = False
+    """Whether these states are on the device, a part of its other bytes, unless layers visit."""
     layer_input_bytes: BytesOfLayers = _NONE
     """A layer's stored input. Where activations are computed again, it is in the machine's memory
     until the layer's backward; 0: it stays on the device."""
@@ -179,22 +181,29 @@ class FleetProfile(WholeFile):
         return raw
 
 
-def bytes_of_parts(memory: Sequence[StageMemory], *, one_memory: bool = False) -> dict[str, Any]:
+def bytes_of_parts(
+    memory: Sequence[StageMemory], micro_batches: int, *, one_memory: bool = False
+) -> dict[str, Any]:
     """Fields of a `DeviceProfile`: the needs of embedding, layers and head on the device.
     `one_memory`: the device shares the machine's memory."""
     embedding, *layers, head = (part.placed(part.device, one_memory=one_memory) for part in memory)
-    visits = streaming.TRAINED_LAYERS_VISIT and not any(map(sum, (part.frozen for part in layers)))
-    moved = [streaming.visit_bytes(p.weights, p.gradients, p.states) for p in layers]
+    visits = not any(map(sum, (part.frozen for part in layers)))  # all are trained
+    moves = visits and all(part.states_move for part in layers)
+    follow = moves and not one_memory and not any(part.host_states for part in layers)
+    away = [part.states if follow else part.host_states for part in (embedding, *layers, head)]
+    trained = [p.kept if moves else p.weights + p.gradients for p in layers]
+    moved = [visit_bytes(p.weights, p.gradients, p.states * moves, micro_batches) for p in layers]
     return {
         "layer_bytes": [part.kept for part in layers],
-        "layer_frozen_bytes": [part.kept if visits else sum(part.frozen) for part in layers],
+        "layer_frozen_bytes": trained if visits else [sum(part.frozen) for part in layers],
         "layer_step_bytes": [bytes_ * visits for bytes_ in moved],
         "embedding_bytes": embedding.kept,
         "head_bytes": head.kept + head.logits,
         "activation_bytes_per_layer": [part.per_micro_batch for part in layers],
-        "layer_host_bytes": [part.host_states for part in layers],
-        "embedding_host_bytes": embedding.host_states,
-        "head_host_bytes": head.host_states,
+        "layer_host_bytes": away[1:-1],
+        "embedding_host_bytes": away[0],
+        "head_host_bytes": away[-1],
+        "states_follow": follow,
         "layer_input_bytes": [part.input_bytes for part in layers],
     }
 

@@ -131,8 +131,9 @@ class Replanning(Plans):
         models."""
         given, prepared = self.prepared.resolved.given, self.prepared
         memory = given.per_quantization(self.facts, lambda owner: _memory(prepared, owner))
+        count = given.training.gradient_accumulation_steps
         return {
-            owner: bytes_of_parts(memory[owner], one_memory=fact.host_free is None)
+            owner: bytes_of_parts(memory[owner], count, one_memory=fact.host_free is None)
             for owner, fact in self.facts.items()
         }
 

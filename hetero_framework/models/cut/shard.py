@@ -457,10 +457,10 @@ class Shard:
         forms = self._whole.structure.forms
         self._forwards = {k: around(k, forms[k], forward) for k, forward in self._forwards.items()}
 
-    def dissolve(self) -> ReusableModules:
+    def dissolve(self, *, is_new: bool = False) -> ReusableModules:
         """Take the shard apart for good. Returns its frozen modules as they were loaded, without
-        adapter and hooks. Returns none for a model that shares or rescales weights of its blocks,
-        or whose adapter has rewritten weights."""
+        adapter and hooks; if it `is_new`, also the blocks that it trains. Returns none for a model
+        that shares or rescales weights of its blocks, or whose adapter has rewritten weights."""
         for hook in self._hooks:
             hook.remove()
         for index, former in self._former.items():
@@ -475,7 +475,7 @@ class Shard:
         self._forwards, self._former, self._blocks = {}, {}, []
         if not (whole.is_separable and is_as_loaded):
             return NOTHING
-        kept = {k: blocks[k] for k in range(rng.start, rng.end) if _is_frozen(blocks[k])}
+        kept = {k: blocks[k] for k in range(rng.start, rng.end) if is_new or _is_frozen(blocks[k])}
         for block in kept.values():
             for module in block.modules():
                 # The model collects outputs by these hooks; the next model sets its own.

@@ -79,9 +79,12 @@ class StageMemory:
     that the loss takes. `foreach` is what an optimizer that steps all weights at once needs then,
     as torch's AdamW on CUDA and XPU (the roots of all second moments). `device` is the owner's.
 
-    Sizes are bytes on the device. `frozen` are the frozen bytes of each layer. `offload` layers
-    stream their frozen bytes from host memory, which also has the optimizer's `host_states`, and
-    `host_inputs` of each micro-batch. `visiting` are the states on the device while the optimizer
+    Sizes are bytes on the device. `frozen` are the frozen bytes of each layer, `learned` the
+    trained ones where the layers themselves are trained, `largest` the numbers of the largest
+    trained parameter. `offload` layers stream these bytes from host memory; their gradients are
+    there, too, and with them all states of the stage. Host memory also has the optimizer's
+    `host_states`, and `host_inputs` of each micro-batch. Unless `states_move`, states stay where
+    the optimizer has them. `visiting` are the states on the device while the optimizer
     steps, `input_bytes` the bytes of one layer's stored input that may leave the device. Unless
     `counted`, a part of `activations`, `working` or `logits` is unknown and left out. `resident` is
     the stage with all states and inputs on its device, if some of them are not.
@@ -101,6 +104,9 @@ class StageMemory:
     device: str = "auto"
     trained: int = 0
     frozen: tuple[int, ...] = ()
+    learned: tuple[int, ...] = ()
+    largest: int = 0
+    states_move: bool = True
     offload: int = 0
     host_states: int = 0
     host_inputs: int = 0
@@ -117,7 +123,34 @@ class StageMemory:
     def offloading(self, count: int) -> StageMemory:
         """This stage with another number of streamed layers."""
         weights = self.weights + self._saved(self.offload) - self._saved(count)
-        return replace(self, offload=count, weights=weights)
+        gradients = self.gradients + self._away(self.offload) - self._away(count)
+        here = replace(self, offload=count, weights=weights, gradients=gradients)
+        if not (count and any(self.learned)):
+            return here
+        here = here.without_states()
+        # Weights and gradients visit with their states when they step: at most as many bytes again.
+        room = max(here.visiting, self._room_to_step(2))
+        return replace(here, visiting=room, resident=self.resident or self)
+
+    def without_states(self) -> StageMemory:
+        """This stage with the optimizer's states in host memory. On the device are three groups of
+        states while the optimizer steps, one perhaps of the largest parameter."""
+        if not (self.optimizer and self.states_move):
+            return self
+        largest = max(self.largest * STATES_OF_NUMBER, STATES_GROUP_BYTES)
+        return replace(
+            self,
+            optimizer=0,
+            visiting=min(self.optimizer, self._room_to_step()),
+            foreach=min(self.foreach, largest // 2),
+            host_states=self.optimizer,
+            resident=self.resident or self,
+        )
+
+    def _room_to_step(self, times: int = 1) -> int:
+        """The bytes of three groups of parameters, `times` those of their states."""
+        groups = max(self.largest * STATES_OF_NUMBER, STATES_GROUP_BYTES) + 2 * STATES_GROUP_BYTES
+        return times * min(self.trained * STATES_OF_NUMBER, groups)
 
     def at(self, stage: StageSpec) -> StageMemory:
         """The memory of `stage`, which is like this stage."""
@@ -131,8 +164,30 @@ class StageMemory:
             here = (self.resident or self).holding(self.in_flight).offloading(0)
         return replace(here, device=device)
 
+    @property
+    def layer_bytes(self) -> list[int]:
+        """The bytes of each layer that stream."""
+        if not any(self.learned):
+            return list(self.frozen)
+        return [sum(pair) for pair in zip(self.frozen, self.learned, strict=True)]
+
     def _streamed(self, count: int) -> list[int]:
-        return [self.frozen[k] for k in spread(count, 0, len(self.frozen))]
+        return [self.layer_bytes[k] for k in spread(count, 0, len(self.frozen))]
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the trained weights."""
+        return self.gradients + self._away(self.offload)
+
+    def _homes(self, count: int) -> int:
+        """Bytes of gradients in host memory."""
+        there = spread(count, 0, len(self.learned)) if any(self.learned) else []
+        return sum(self.learned[k] for k in there)
+
+    def _away(self, count: int) -> int:
+        """Bytes of gradients that the device saves: those of three layers are there, on their
+        way."""
+        return max(0, self._homes(count) - 3 * max(self.learned, default=0))
 
     def _saved(self, count: int) -> int:
         streamed = self._streamed(count)
@@ -147,7 +202,8 @@ class StageMemory:
     def host(self) -> int:
         """Bytes in host memory, beside those on the device."""
         inputs = self.in_flight * self.host_inputs
-        return sum(self._streamed(self.offload)) + self.host_states + inputs
+        there = sum(self._streamed(self.offload)) + self._homes(self.offload)
+        return there + self.host_states + inputs
 
     @property
     def index(self) -> int:
@@ -260,7 +316,7 @@ def recomputing(config: Config) -> Config:
         if config.checkpointing(index) == "auto":
             entry["gradient_checkpointing"] = True
         if entry["offload"] == "auto":
-            layers = entry["end"] - entry["start"] if config.adapter is not None else 0
+            layers = entry["end"] - entry["start"]
             entry["offload"] = layers - layers % SLOTS
     return config.with_changes(shard_plan=plan)
 
@@ -312,7 +368,7 @@ def offload_layers(
         needed = sum(m.total for m in here)
         # One stage after the other, since each has slots: large layers first.
         streaming = [m for m in here if m.index in chosen]
-        for m in sorted(streaming, key=lambda m: -max(m.frozen, default=0)):
+        for m in sorted(streaming, key=lambda m: -max(m.layer_bytes, default=0)):
             for count in range(2 * SLOTS, len(m.frozen) + 1, SLOTS):
                 less = m.offloading(count)
                 if needed > free and less.total < m.total:
@@ -504,10 +560,9 @@ def _stage_memory(
     here = {None, *range(rng.start, rng.end)}
     buffers = sum(n for name, n in shapes.buffers.items() if skeleton.layer_of(name) in here)
     running = _running(spec, shapes, config, tokens, differentiates)
-    frozen = dict.fromkeys(range(spec.start, spec.end), 0)
-    for name, nbytes in held.items():
-        if name not in trained and (layer := skeleton.layer_of(name)) is not None:
-            frozen[layer] += nbytes
+    learns = trained if shapes.trains_everything else {}
+    frozen = _by_layer(spec, shapes, {n: size for n, size in held.items() if n not in trained})
+    learned = _by_layer(spec, shapes, {n: size for n, size in held.items() if n in learns})
     resident = StageMemory(
         stage=spec,
         parameters=sum(shapes.numbers[name] for name in held)
@@ -521,11 +576,23 @@ def _stage_memory(
         **vars(running),
         foreach=stepped if training.optim == "adamw_torch" else 0,
         device=machine.device,
-        frozen=tuple(frozen.values()),
+        frozen=frozen,
+        learned=learned,
+        largest=max((count for count, _ in trained.values()), default=0),
+        states_move=not keeps_states(training.optim),
     )
-    memory = _partly_away(resident, shapes, config, tokens, trained, differentiates)
+    memory = _partly_away(resident, shapes, config, tokens, differentiates)
     kind = machine.device.partition(":")[0]
     return memory.placed(machine.device, one_memory=kind in ONE_MEMORY)
+
+
+def _by_layer(spec: StageSpec, shapes: Shapes, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The sums of sizes of weights, by layer of a stage."""
+    sums = dict.fromkeys(range(spec.start, spec.end), 0)
+    for name, nbytes in sizes.items():
+        if (layer := shapes.skeleton.layer_of(name)) is not None:
+            sums[layer] += nbytes
+    return tuple(sums.values())
 
 
 def _partly_away(
@@ -533,26 +600,14 @@ def _partly_away(
     shapes: Shapes,
     config: Config,
     tokens: int,
-    trained: Mapping[str, tuple[int, int]],
     differentiates: bool,
 ) -> StageMemory:
     """The stage with what its plan keeps in host memory; an `offload` of "auto" counts as 0. On the
-    device are: three groups of states while the optimizer steps, one perhaps of the largest
-    parameter; three inputs of recomputed layers, in use or on their way; the stage's own input; the
-    input of the model's last layer, whose backward follows at once."""
+    device are: three inputs of recomputed layers, in use or on their way; the stage's own input;
+    the input of the model's last layer, whose backward follows at once."""
     spec, resident = memory.stage, memory
-    moves = not keeps_states(config.training.optim)
-    if memory.optimizer and moves and config.offloads_optimizer(spec.index):
-        largest = max(count for count, _ in trained.values()) * STATES_OF_NUMBER
-        largest = max(largest, STATES_GROUP_BYTES)
-        memory = replace(
-            memory,
-            optimizer=0,
-            visiting=min(memory.optimizer, largest + 2 * STATES_GROUP_BYTES),
-            foreach=min(memory.foreach, largest // 2),
-            host_states=memory.optimizer,
-            resident=resident,
-        )
+    if config.offloads_optimizer(spec.index):
+        memory = memory.without_states()
     if config.training.activation_offloading and differentiates:
         shape, dtype, _ = bundle_forms(shapes.setting(config, tokens), spec.start)[0]
         each = math.prod(shape) * dtype.itemsize

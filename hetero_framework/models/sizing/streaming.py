@@ -11,17 +11,15 @@ STATES_GROUP_BYTES = 128 << 20
 STATES_OF_NUMBER = 8  # bytes of states per number, as Adam has them
 BUS_RATE = 25e9
 """Bytes a second over PCIe 4, assumed where nothing was measured."""
-TRAINED_LAYERS_VISIT = False
-"""Whether plans may let trained layers visit the device. True once the engine does so."""
 VISITING_INPUTS = 3
 """Stored inputs of layers that are on the device, in use or on their way."""
 
 
-def visit_bytes(weights: int, gradients: int, states: int) -> int:
-    """Bytes that move in a step for a trained layer that visits: its weights come for all forwards
-    and again for all backwards, its gradients leave, its states come and leave while the optimizer
-    steps."""
-    return 2 * weights + gradients + 2 * states
+def visit_bytes(weights: int, gradients: int, states: int, micro_batches: int) -> int:
+    """Bytes that move in a step for a trained layer that visits: for each micro-batch its weights
+    come twice, and its gradient comes, but for the first, and leaves; then the gradient comes for
+    its norm and for the optimizer's step, for which weights and states come and leave."""
+    return 2 * micro_batches * (weights + gradients) + 2 * (weights + states) + gradients
 
 
 def spread(count: int, start: int, end: int) -> list[int]:

@@ -228,7 +228,7 @@ def test_a_step_in_two_halves_is_the_same():
             group["lr"] = 1e-2
         for _, parameter in stage._parameters:
             parameter.grad.mul_(0.5)
-        stage._step_half(optimizer)
+        stage._step_half(optimizer, 1.0)
         for _, parameter in stage._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(2.0)

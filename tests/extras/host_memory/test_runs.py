@@ -22,9 +22,13 @@ AWAY = {"gradient_checkpointing": True, "activation_offloading": True, "offload_
 SAVED = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 9}
 
 
-def run(output: Path, llama: Path, texts: Path, offload: int, **training: Any) -> Any:
-    """A configuration whose worker has all layers, and `offload` of them in host memory."""
+def run(
+    output: Path, llama: Path, texts: Path, offload: int, *, full: bool = False, **training: Any
+) -> Any:
+    """A configuration whose worker has all layers, and `offload` of them in host memory. `full`:
+    without an adapter."""
     raw = configuration(output, llama, texts, **training).to_dict()
+    raw["adapter"] = None if full else raw["adapter"]
     raw["workers"] = raw["workers"][:1]
     raw["shard_plan"] = [
         {"id": "local", "start": 0, "end": 0},

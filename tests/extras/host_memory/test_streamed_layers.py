@@ -166,11 +166,10 @@ def test_a_device_that_shares_the_machines_memory_holds_everything(monkeypatch):
     assert not isinstance(stage.residence, HostMemory)
 
 
-def test_layers_that_are_trained_are_refused():
-    model = {"from_config": {**MODEL, "attention_bias": True}}
-    adapter = {**LORA, "bias": "all"}
-    with pytest.raises(ConfigError, match=r'only frozen layers can stay .* adapter\.bias "all"'):
-        configuration(({"end": LAYERS, "offload": 4},), model=model, adapter=adapter)
+def test_layers_that_are_rewritten_are_refused():
+    adapter = {**LORA, "init_lora_weights": "pissa"}
+    with pytest.raises(ConfigError, match=r"as they are stored, and adapter\.init_lora_weights"):
+        configuration(({"end": LAYERS, "offload": 4},), adapter=adapter)
 
 
 def test_a_checkpoint_streams_and_its_resident_layers_are_reused(stored):

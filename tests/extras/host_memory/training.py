@@ -124,6 +124,7 @@ class Training:
         self._recorder = Recorder(-1)
         self._executor = Executor(self.stages, self.device, self._recorder, self._sink)  # type: ignore[arg-type]
         self._attempt = 0
+        self._copy_tied()
 
     def visits(self) -> dict[str, int]:
         """How many of each kind were recorded since the last call."""
@@ -136,11 +137,14 @@ class Training:
         tokens: int = _TOKENS,
         before_commit: Callable[[], None] = lambda: None,
         tasks: int | None = None,
+        commit: tuple[Any, ...] | None = (0.5,),
+        **about: Any,
     ) -> list[float]:
         """A step with its commit: losses and gradient norms. With `tasks` it is aborted after as
-        many, and changes nothing."""
+        many, and changes nothing. `commit` are the gradients' scale and perhaps settings of Adam,
+        None for no commit, `about` more fields of the StepInfo."""
         count, self._attempt = len(self.stages), self._attempt + 1
-        info = StepInfo(step, self._attempt, True, micro_batches, micro_batches * tokens)
+        info = StepInfo(step, self._attempt, True, micro_batches, micro_batches * tokens, **about)
         limits = tuple(range(count, 0, -1))
         order = one_forward_one_backward(count, micro_batches)
         schedule = StepSchedule(limits, micro_batches, tuple(order), order_timeout_s=60.0)
@@ -154,13 +158,32 @@ class Training:
             self._executor.abort()
             return []
         assert self._executor.is_done
+        self._add_tied()
         found = [float(self._sink.losses[k]) for k in range(micro_batches)]
         found += [norm for s in self.stages for norm in s.report_gradients().norms.tolist()]
         self._executor.statistics()
         before_commit()
-        for stage in self.stages:
-            self._executor.commit(stage, 1e-2 / (step + 1), 0.5)
+        for stage in self.stages if commit else ():
+            self._executor.commit(stage, 1e-2 / (step + 1), *commit or ())
+        self._copy_tied()
         return found
+
+    def _add_tied(self) -> None:
+        """Bring the sums of tied weights' gradients to the stages that train them."""
+        sums: Tensors = {}
+        for stage in reversed(self.stages):
+            for part in stage.gradients() if stage.ties else ():
+                for name, gradient in part.tensors.items():
+                    source = stage.ties.get(name, name)
+                    sums[source] = sums[source] + gradient if source in sums else gradient.clone()
+        for stage in self.stages:
+            if own := {name: total for name, total in sums.items() if name in stage._sources}:
+                stage.load_state("tied gradients", StatePart(own, last=True))
+
+    def _copy_tied(self) -> None:
+        weights = {n: w for stage in self.stages for n, w in stage.tied_weights().items()}
+        for stage in self.stages:
+            stage.set_tied_weights(weights)
 
     def _inputs(self, stage: Stage, step: int, k: int, tokens: int) -> Tensors:
         ids = (torch.arange(2 * tokens).view(2, tokens) * (step + 3 + k) + k) % VOCABULARY

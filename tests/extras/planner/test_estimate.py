@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hetero_framework.cli import main
 from hetero_framework.extras.planner import estimate, load_profile
-from hetero_framework.models.sizing import streaming
 from tests.samples import plan_of, save_texts, save_tokenizer
 
 FIELDS = {
@@ -347,19 +346,18 @@ def test_stored_inputs_count_only_where_host_memory_is_another(estimated):
     assert card.host_to_device_bytes_per_s > 0 == mac.host_to_device_bytes_per_s
 
 
-def test_trained_layers_visit_when_the_engine_does_so(estimated, monkeypatch):
+def test_trained_layers_visit(estimated):
     words = ["--model", "./model", "--device", "local=RTX 4090", "--adapter", "none"]
     words += ["--save-profile", "fleet.json"]
     estimated(*words)
-    (now,) = load_profile("fleet.json").devices
-    assert now.layer_frozen_bytes == now.layer_step_bytes == (0,) * 8
-    monkeypatch.setattr(streaming, "TRAINED_LAYERS_VISIT", True)
-    estimated(*words, "--overwrite")
-    (then,) = load_profile("fleet.json").devices
-    assert then.layer_frozen_bytes == now.layer_bytes
-    # Weights twice, gradients once, two states twice, all in 16 bits; layer_bytes is four of them.
-    moved = [7 * nbytes / 4 for nbytes in now.layer_bytes]
-    assert then.layer_step_bytes == pytest.approx(moved, rel=1e-4)  # a layer's buffers come, too
+    profile = load_profile("fleet.json")
+    (card,) = profile.devices
+    assert card.layer_frozen_bytes == card.layer_bytes
+    # Weights, gradients and two states, all in 16 bits: layer_bytes is four of them. Weights come,
+    # gradients come and leave for each micro-batch; then all four come for the step, gradients once
+    # more for their norm, and three leave. The first micro-batch fetches no gradient.
+    moved = [(4 * profile.micro_batches + 7) * nbytes / 4 for nbytes in card.layer_bytes]
+    assert card.layer_step_bytes == pytest.approx(moved, rel=1e-4)  # a layer's buffers come, too
 
 
 def test_sampling_and_a_step_of_grpo_are_estimated(model, estimated, printed):

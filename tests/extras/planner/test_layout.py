@@ -254,7 +254,17 @@ def test_sets_of_layouts_are_in_the_order_that_they_have_without_streaming():
     assert Part(1, 2, 9, True, False, 4) != Part(1, 2, 9, True, False)
 
 
-def test_trained_layers_visit_once_for_all_micro_batches():
+def test_all_states_of_a_stage_follow_its_trained_layers_into_host_memory():
+    states = {"layer_host_bytes": GB / 4, "embedding_host_bytes": 2 * GB, "states_follow": True}
+    fleet = Fleet(fleet_of(card("local", layer_step_bytes=7 * GB, **states), layers=12))
+    assert fleet.stored_bytes((Part(0, 0, 12),), 0, 1) == 0
+    assert fleet.stored_bytes((Part(0, 0, 12, offload=8),), 0, 1) == 4 * GB / 4 + 2 * GB
+    assert fleet.short_host((Part(0, 0, 12, offload=8),)) is None
+    short = Fleet(fleet_of(card("local", host_bytes=10 * GB, **states), layers=12))
+    assert short.short_host((Part(0, 0, 12, offload=8),)) == (0, pytest.approx(GB))
+
+
+def test_what_moves_for_trained_layers_counts_in_all_passes():
     trained = card("local", layer_step_bytes=7 * GB, host_to_device_bytes_per_s=700 * GB)
     fleet = Fleet(fleet_of(trained, layers=12))
     # 8 layers of 7 GB in a step, half of it forward, for each micro-batch.

@@ -357,7 +357,7 @@ def test_is_last_must_agree_with_the_order():
     assert "shard_plan[2].is_last: is false" in message(raw, PlanError)
 
 
-def test_streamed_layers_are_frozen_and_in_the_stage():
+def test_streamed_layers_are_as_stored_and_in_the_stage():
     wrong = message(changed("shard_plan[1].offload", -1))
     assert 'shard_plan[1].offload: must be at least 0 or "auto", not -1' in wrong
     raw = {**changed("shard_plan[1].offload", 17), "adapter": {"r": 2}}
@@ -365,11 +365,10 @@ def test_streamed_layers_are_frozen_and_in_the_stage():
     assert "shard_plan[1].offload: is 17, but the stage has 16 layers" in message(raw, PlanError)
     raw["shard_plan"][1]["offload"] = layers
     assert Config.from_dict(raw).uses_host_memory(1)
-    for name, value in (("bias", "all"), ("init_lora_weights", "pissa")):
-        raw["adapter"] = {"r": 2, name: value}
-        assert f"only frozen layers can stay in host memory, and adapter.{name}" in message(raw)
-    raw["adapter"] = None
-    assert "shard_plan[1].offload: only frozen layers can stay in host memory" in message(raw)
+    for adapter in ({"r": 2, "bias": "all"}, None):
+        assert Config.from_dict({**raw, "adapter": adapter}).uses_host_memory(1)
+    raw["adapter"] = {"r": 2, "init_lora_weights": "pissa"}
+    assert "as they are stored, and adapter.init_lora_weights rewrites theirs" in message(raw)
     raw["shard_plan"][1] |= {"offload": 0, "offload_optimizer": True}
     assert Config.from_dict(raw).uses_host_memory(1)
 
@@ -389,6 +388,8 @@ def test_inputs_of_a_chain_stay():
     assert Config.from_dict(raw).training.activation_offloading
     raw["training"]["objective"] = "image-classification"
     assert "training.activation_offloading: is for models of texts" in message(raw)
+    raw["shard_plan"][1]["offload"] = "auto"
+    assert "shard_plan[1].offload: is for models of texts; set it to 0" in message(raw)
 
 
 def test_plan_is_compared_with_the_models_layers():

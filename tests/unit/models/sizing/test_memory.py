@@ -336,6 +336,24 @@ def test_streamed_layers_leave_their_frozen_weights_to_host_memory(base):
     assert full.frozen == (0, 0, 0)
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch", "paged_adamw_32bit"])
+def test_trained_layers_leave_weights_gradients_and_states_to_host_memory(base, optim):
+    config = config_of(base, (0, 4, 4), training={"optim": optim})
+    plan = config.to_dict()["shard_plan"]
+    plan[0]["offload"] = 4
+    plain, away = memory_of(config)[0], memory_of(config.with_changes(shard_plan=plan))[0]
+    each, moves = plain.learned[0], optim == "adamw_torch"
+    assert plain.learned == (each,) * 4
+    assert away.host == 8 * each + moves * plain.optimizer
+    assert away.optimizer == plain.optimizer * (not moves)
+    assert away.weights == plain.weights - 2 * each  # two have slots
+    assert away.gradients == plain.gradients - each  # those of three are made, or on their way
+    assert away.trained_bytes == plain.gradients
+    assert away.states == plain.states
+    assert away.visiting == 2 * plain.optimizer  # small enough for one group
+    assert away.placed("mps", one_memory=True) == replace(plain, device="mps")
+
+
 @needs("host_memory")
 def test_states_and_inputs_in_host_memory(base, monkeypatch):
     monkeypatch.setattr(sizes, "STATES_GROUP_BYTES", 1000)
