@@ -50,7 +50,7 @@ DEEP: dict[str, dict[str, Any]] = {
 }
 """Cases of host memory: of a deeper model, against runs that hold everything."""
 WORKERS = ("cuda:0", "cuda:1", "cpu", "cpu")
-_ON_CPU = {"local": "local", 1: 3, 2: 4}
+_ON_CPU = {"local": "local", 1: 3, 2: 4, 3: 4}
 PLANS: dict[str, tuple[list[int], list[int | str]]] = {
     "one": ([], ["local"]),
     "two": ([2], ["local", 1]),

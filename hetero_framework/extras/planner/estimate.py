@@ -91,7 +91,7 @@ def estimate_fleet(
         about["assumed"].append("what layers store of a micro-batch is unknown and left out")
     job = _job(config, model, ids)
     if hasattr(model.get_text_config(), "num_attention_heads"):
-        job["decoding"] = {str(id): _decoding(works[id], known[id], model, job) for id in ids}
+        about["decoding"] = {str(id): _decoding(works[id], known[id], model, job) for id in ids}
     return profile, {**about, "job": job}
 
 
@@ -238,17 +238,19 @@ def _decoding(
     }
 
 
-def rollouts(job: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+def rollouts(
+    job: Mapping[str, Any], decoding: Mapping[str, Any] | None, facts: Mapping[str, Any]
+) -> dict[str, Any]:
     """A step of GRPO under a plan: its micro-batches are groups of texts, which are sampled up to
     max_length and then trained on. Tokens per second of sampling, the seconds of the whole step,
     and the bytes of caches by process. Raises UserError for a model without attention."""
-    if "decoding" not in job:
+    if decoding is None:
         raise UserError("sampling by a model without attention is not estimated")
     stages, groups = facts["shard_plan"], job["micro_batches"]
     at_once = min(groups, 2 * len(stages))
     times, caches = [], dict.fromkeys((str(entry["id"]) for entry in stages), 0)
     for k, entry in enumerate(stages):
-        one, layers = job["decoding"][str(entry["id"])], entry["end"] - entry["start"]
+        one, layers = decoding[str(entry["id"])], entry["end"] - entry["start"]
         times.append(layers * one["layer_s"] + one["head_s"] * (k == len(stages) - 1))
         caches[str(entry["id"])] += layers * at_once * one["cache_bytes"]
     hops = [b["latency_s"] + b["activation_s"] / job["max_length"] for b in facts["boundaries"]]

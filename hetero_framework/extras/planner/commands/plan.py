@@ -118,10 +118,11 @@ def run(arguments: argparse.Namespace) -> None:
     if about:
         from hetero_framework.extras.planner.estimate import pace, rollouts
 
-        job = about["estimate"]["job"]
-        described["estimate"]["pace"] = pace(job, result.predicted_step_s)
+        estimate = described["estimate"]
+        job, decoding = estimate["job"], estimate.pop("decoding", None)
+        estimate["pace"] = pace(job, result.predicted_step_s)
         if arguments.workload is not None:
-            described["estimate"]["rollouts"] = rollouts(job, described)
+            estimate["rollouts"] = rollouts(job, decoding, described)
     if arguments.evaluate is None:
         described |= plan_report.compared_machines(profile, wishes, result, config)
     report(arguments, described, plan_report.text)
