@@ -521,8 +521,8 @@ def string_field(record: Record, name: str) -> str:
     return check_unicode(value, f"{record.where}: the field {name}")
 
 
-def common(one: list[int], other: list[int]) -> int:
-    """Number of equal tokens at the beginning of two rows."""
+def common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Number of equal tokens, or letters, at the beginning of two rows or texts."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -8,7 +8,7 @@ forward ends where it reaches the part behind the blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +20,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hetero_framework.config import StageSpec
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.models.cut.introspect import BlockForm, ModelStructure, tied_names
-from hetero_framework.models.cut.language import PLAIN, copy_plain_attributes, meta_model, towers
+from hetero_framework.models.cut.language import (
+    PLAIN,
+    copy_plain_attributes,
+    meta_model,
+    on_meta,
+    towers,
+)
 from hetero_framework.models.cut.side import Call
+from hetero_framework.models.cut.tiny import stock_class
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,10 @@ def ranges_between(bounds: Sequence[int]) -> tuple[ShardRange, ...]:
 class Skeleton:
     """The whole model without its weights: names and order of everything in it."""
 
-    def __init__(self, config: PretrainedConfig, structure: ModelStructure) -> None:
-        self.structure = structure
+    def __init__(
+        self, config: PretrainedConfig, structure: ModelStructure, *, sees: bool = False
+    ) -> None:
+        """`sees`: the shard is loaded with the towers, which `set_apart` takes out then."""
         model = meta_model(config)
         blocks: Any = model.get_submodule(structure.blocks)
         if len(blocks) != structure.num_layers:
@@ -61,6 +70,12 @@ class Skeleton:
         self.names = {*self.parameters, *model.state_dict()}
         self.modules = {name: index for index, (name, _) in enumerate(model.named_modules())}
         self.towers = towers(config)
+        self.apart: tuple[str, ...] = ()
+        if sees:
+            self.towers, self.apart = (), self.towers
+            structure = replace(structure, model_class=stock_class(config))
+            self.names.update(on_meta(structure.model_class, config).state_dict())
+        self.structure = structure
         self.tied = tied_names(model)
         self.ties = self._ties_of_places()
         self._local: dict[str, int] = {}

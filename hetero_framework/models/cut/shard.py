@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.trainer_pt_utils import LabelSmoother
 
+from hetero_framework.config.objectives import shows_pictures
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models.cut import partition
 from hetero_framework.models.cut.attention import make_known
@@ -40,7 +41,7 @@ from hetero_framework.models.cut.codebooks import for_model
 from hetero_framework.models.cut.family import family_of, head_for
 from hetero_framework.models.cut.introspect import BlockForm, introspect
 from hetero_framework.models.cut.known_masks import knowing, register_known_masks
-from hetero_framework.models.cut.language import lies_in
+from hetero_framework.models.cut.language import lies_in, set_apart
 from hetero_framework.models.cut.partition import Captured, ShardRange, Skeleton
 from hetero_framework.models.cut.reuse import ReusableModules
 from hetero_framework.models.cut.side import (
@@ -97,8 +98,9 @@ def load_shard(
     `build_shard`, `quantization_config`."""
     source = ModelSource(model, base_dir)
     config, dtype, place = source.config, source.dtype, device.torch_device
+    sees = rng.is_first and shows_pictures(model.needs.data)
     build = functools.partial(
-        build_shard, config, rng=rng, dtype=dtype, device=place, seed=seed, kept=kept
+        build_shard, config, rng=rng, dtype=dtype, device=place, seed=seed, kept=kept, sees=sees
     )
     if not source.has_checkpoint:
         return build(checkpoint=None)
@@ -121,12 +123,13 @@ def build_shard(
     quantization: Any = None,
     seed: int = 0,
     kept: ReusableModules = NOTHING,
+    sees: bool = False,
 ) -> Shard:
     """Build a shard from a checkpoint, or (None) with random weights by the model's rules, from
     `seed` and each module's name. A classifier's head that a checkpoint lacks is random, too. On
     the device "meta" there are no weights. Modules `kept` of an earlier shard are taken as they
-    are. `dtype` None takes the configuration's. Raises ModelError (files), ArchitectureError (a
-    model that cannot be cut)."""
+    are. `dtype` None takes the configuration's. `sees`: with the model's towers. Raises ModelError
+    (files), ArchitectureError (a model that cannot be cut)."""
     make_known(config._attn_implementation)
     register_known_masks()
     device, dtype = torch.device(device), dtype or config_dtype(config)
@@ -134,7 +137,7 @@ def build_shard(
         made: Shard = family.build(config, rng, dtype=dtype, device=device, seed=seed)
         return made
     with ONE_AT_A_TIME:
-        whole = Skeleton(config, introspect(config))
+        whole = Skeleton(config, introspect(config), sees=sees)
         partition.check_cut(config, whole, rng)
         targets = [name for name in whole.targets(rng) if not kept.has(name, whole)]
         # A target is loaded from the source that it is tied to, which is then taken out.
@@ -155,11 +158,12 @@ def build_shard(
             new = _new_weights(model, new_names(whole, model, checkpoint), seed)
             how = {"dtype": dtype, "quantization_config": quantization}
             model = _read(model, config, whole, checkpoint, device, new, how)
+        towers = set_apart(model, whole.apart)
         kept.put_into(model, whole)
         partition.fill_absent(model)
         if targets:
             partition.untie(model, whole, rng, targets)
-        return Shard(model, config, whole, rng)
+        return Shard(model, config, whole, rng, towers)
 
 
 def _fill_at_random(model: PreTrainedModel, seed: int) -> None:
@@ -303,9 +307,15 @@ class Shard:
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: PretrainedConfig, whole: Skeleton, rng: ShardRange
+        self,
+        model: PreTrainedModel,
+        config: PretrainedConfig,
+        whole: Skeleton,
+        rng: ShardRange,
+        towers: Sequence[nn.Module] = (),
     ) -> None:
         self.model: Any = model
+        self._towers = towers
         self.config = config
         self.range = rng
         self.on_enter: Callable[[str | int], None] | None = None
@@ -410,6 +420,8 @@ class Shard:
     def train(self, mode: bool = True) -> None:
         """Training mode (dropout, activation checkpointing) on or off."""
         self.model.train(mode)
+        for tower in self._towers:
+            tower.train(mode)
         for module in self.model.modules():
             # Outside training mode bitsandbytes repacks 4-bit weights for good on some CPUs, and
             # training would go on with other numbers. It uses the mode for nothing else.
@@ -602,6 +614,9 @@ class Shard:
             self.on_enter("embedding")
         if self._part != "head" and self.range.is_first:
             arguments["input_ids"] = inputs["input_ids"]
+            if self._towers:  # whatever the model's processor makes of pictures
+                takes = _parameters(type(self.model).forward) - {"labels"}
+                arguments |= {name: inputs[name] for name in takes & inputs.keys()}
         else:
             arguments.update(self._placeholder(inputs, received[0]))
         self._injected = received
