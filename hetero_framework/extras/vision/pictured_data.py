@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -78,11 +78,14 @@ def _marked(part: Any, where: str) -> Any:
 
 
 class PictureRenderer(ChatRenderer):
-    """Renders conversations with `given` pictures: the texts of their tokens, in order."""
+    """Renders conversations with pictures; `given` are the texts of their tokens, in order."""
 
-    placeholder = ""
+    placeholder, where = "", ""
     given: Sequence[str] = ()
-    where = ""
+
+    def show(self, placeholder: str, given: Sequence[str], where: str) -> None:
+        """Render an example with these pictures from now on."""
+        self.placeholder, self.given, self.where = placeholder, given, where
 
     def expanded(self, text: str) -> str:
         """A rendered text with the pictures' tokens. Raises DataError unless it has as many
@@ -178,6 +181,8 @@ class PictureFormatter(Formatter):
     """Tokenises texts with pictures; the targets of an example are the number of its first picture
     and how many it has."""
 
+    renders, reads = PictureRenderer, PictureReader
+
     def __init__(
         self,
         first: Record,
@@ -185,11 +190,10 @@ class PictureFormatter(Formatter):
         options: DataConfig,
         pictures: Pictures,
     ) -> None:
-        is_pair = first.fields.get("prompt") is not None
-        name = options.format if options.format != "auto" else ""
-        super().__init__(
-            name or ("prompt_completion" if is_pair else "messages"), tokenizer, options
-        )
+        name: str = options.format
+        if name == "auto":
+            name = "messages" if first.fields.get("prompt") is None else "prompt_completion"
+        super().__init__(name, tokenizer, options)
         self._pictures, self._numbers = pictures, list[tuple[int, int]]()
         if options.truncation_mode == "keep_end":
             raise DataError(
@@ -202,24 +206,6 @@ class PictureFormatter(Formatter):
                 hint="it needs messages; leave it out otherwise",
             )
 
-    @property
-    def chat(self) -> PictureRenderer:
-        if self.renderer is None:
-            only = self.options.assistant_only_loss
-            self.renderer = PictureRenderer(
-                self.tokenizer,
-                self.options.chat_template_kwargs,
-                assistant_only=self.name == "messages" if only is None else only,
-                notes=self.notes,
-            )
-            self.renderer.placeholder = self._pictures.placeholder
-        assert isinstance(self.renderer, PictureRenderer)
-        return self.renderer
-
-    @cached_property
-    def reader(self) -> PictureReader:
-        return PictureReader(self.chat.template, self.notes)
-
     def rows(self, records: list[Record]) -> list[list[Tokens]]:
         self._numbers = []
         return [[self._row(record)] for record in records]
@@ -230,8 +216,10 @@ class PictureFormatter(Formatter):
     def _row(self, record: Record) -> Tokens:
         first, fields = len(self._pictures), dict(record.fields)
         given = [picture for name in COLUMNS for picture in _listed(fields.pop(name, None))]
-        self.chat.given = [self._pictures.add(picture, record.where) for picture in given]
-        self.chat.where, self.reader.pictures = record.where, len(given)
+        tokens = [self._pictures.add(picture, record.where) for picture in given]
+        chat, reader = cast(PictureRenderer, self.chat), cast(PictureReader, self.reader)
+        chat.show(self._pictures.placeholder, tokens, record.where)
+        reader.pictures = len(given)
         self._numbers.append((first, len(given)))
         record = Record(record.where, fields)
         row = self._whole(record) if self.name == "messages" else self._pair(record)
@@ -246,19 +234,19 @@ class PictureFormatter(Formatter):
 
     def _pair(self, record: Record) -> Tokens:
         """Prompt and completion are tokenised one by one, as TRL does where there are pictures."""
-        record = as_messages(record, "completion")
+        record, chat = as_messages(record, "completion"), cast(PictureRenderer, self.chat)
         if self._are_messages(record, "completion"):
             self.use(record, "prompt", "completion", *CONVERSATION_FIELDS)
             prompt, [whole] = self._dialogues(record, "completion")
-            text = self.chat.text(whole)
-            begun = self.chat.text(prompt, add_generation_prompt=True)
+            text = chat.text(whole)
+            begun = chat.text(prompt, add_generation_prompt=True)
             same = common(begun, text)
             begun, answer = text[:same], text[same:]
         else:
             self.use(record, "prompt", "completion")
             begun, answer = (string_field(record, name) for name in ("prompt", "completion"))
             answer = self._with_eos(answer)
-        asked, ids = self.chat.two_parts(begun, answer)
+        asked, ids = chat.two_parts(begun, answer)
         only = self.options.completion_only_loss is not False
         return [*asked, *ids], [not only] * len(asked) + [True] * len(ids)
 

@@ -22,8 +22,9 @@ from transformers import (
 )
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>", "<image>"]
-NAMES = "red green blue square circle line".split()
-WORDS = [*SPECIAL, *NAMES, *"user assistant system what is on the picture a and ?".split(), "\n"]
+NAMES = ["red", "green", "blue", "square", "circle", "line"]
+TEXT = "user assistant system what is on the picture a and ?"
+WORDS = [*SPECIAL, *NAMES, *TEXT.split(), "\n"]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|> {{ m['role'] }} {% if m['role'] == 'assistant' %}"
     "{% generation %}{% for p in m['content'] %} {{ p['text'] }}{% endfor %} <|im_end|>"
@@ -89,6 +90,9 @@ def save_llava(folder: Path) -> Path:
     )
     torch.manual_seed(0)
     return save_model(LlavaForConditionalGeneration(config), folder)
+
+
+FAMILIES = {"llava": save_llava}
 
 
 def picture(draw: random.Random, width: int, height: int) -> Image.Image:
