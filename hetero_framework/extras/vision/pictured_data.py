@@ -296,7 +296,8 @@ def collate_pictures(
     """`collate`, and what the processor makes of the pictures of all rows."""
     batch = collate(examples, indices, pad_token_id, multiple)
     assert examples.pictures is not None
-    return batch | examples.pictures.inputs([examples.numbers(int(index)) for index in indices])
+    numbers = [examples.numbers(int(index)) for index in indices]
+    return batch | examples.pictures.inputs(numbers, batch)
 
 
 PICTURED = ExampleKind(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hetero_framework.config import StageSpec, TrainingConfig
 from hetero_framework.models.cut.causal_lm import CausalLM
 
-_OF_TEXT = {"input_ids", "attention_mask", "labels", "sources"}
+_EVERYWHERE = {"input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "sources"}
 
 
 class PicturedLM(CausalLM):
@@ -15,7 +15,7 @@ class PicturedLM(CausalLM):
 
     def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
         needed = super().stage_inputs(spec, names)
-        return [name for name in needed if spec.is_first or name in _OF_TEXT]
+        return [name for name in needed if spec.is_first or name in _EVERYWHERE]
 
 
 def next_token(training: TrainingConfig, id_layers: frozenset[int] = frozenset()) -> PicturedLM:

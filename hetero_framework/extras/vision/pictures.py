@@ -6,32 +6,39 @@ The model's own processor says which tokens stand for a picture and makes the mo
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
-from torch import Tensor
+from transformers import AutoImageProcessor, PretrainedConfig
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from hetero_framework import repository
 from hetero_framework.config import Config
 from hetero_framework.config.strict_json import json_type
+from hetero_framework.data.batches import MicroBatch
 from hetero_framework.data.sources import shorten
 from hetero_framework.errors import DataError, ModelError, in_words
+from hetero_framework.models.cut.language import on_meta
+from hetero_framework.models.cut.tiny import stock_class
 from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FAMILIES = ("llava",)
+FAMILIES = ("llava", "llava_next", "internvl", "idefics3", "qwen2_5_vl", "gemma3")
 """Model types whose later layers need nothing of a picture but the hidden state."""
 # Pillow hands other formats to programs outside (EPS), or reads little else in them.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap width and height
 _HINT = 'a picture is a path, or {"bytes": ..., "path": ...} as datasets\' Image has it'
 
@@ -40,9 +47,11 @@ class Pictures:
     """The model's processor, and the pictures that were added, by number. Encoded pictures of
     tables lie in a file without a name, so that they take no memory."""
 
-    def __init__(self, processor: Any, base_dir: Path) -> None:
+    def __init__(self, processor: Any, config: PretrainedConfig, base_dir: Path) -> None:
         self.processor = processor
         self.placeholder: str = processor.image_token
+        self._ids = {*processor.image_token_ids, getattr(config, "image_token_id", None)}
+        self._kinds, self._positions = _kinds_and_positions(config)
         self._base_dir = base_dir
         self._spool = tempfile.TemporaryFile()  # noqa: SIM115
         self._places: list[tuple[str | int, int]] = []  # path, or offset in the spool; bytes
@@ -127,20 +136,41 @@ class Pictures:
 
     def cut_by(self, ids: list[int], most: int) -> bool:
         """Whether a token of a picture is beyond the first `most` of a row."""
-        return not {*self.processor.image_token_ids}.isdisjoint(ids[most:])
+        return not self._ids.isdisjoint(ids[most:])
 
-    def inputs(self, rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """What the processor makes of the pictures with these numbers, for each row of a
-        micro-batch; nothing without any."""
-        if not any(rows):
-            return {}
-        images = [[self.image(number) for number in row] for row in rows]
-        with quiet_library():
-            return dict(self.processor(images=images, return_tensors="pt"))
+    def inputs(self, rows: Sequence[Sequence[int]], batch: MicroBatch) -> MicroBatch:
+        """The inputs of the model for the pictures with these numbers, for each row of a
+        micro-batch of text: what the processor makes, the kinds of tokens, and positions."""
+        made: MicroBatch = {}
+        if any(rows):
+            images = [[self.image(number) for number in row] for row in rows]
+            text = [self.placeholder * len(row) for row in rows]
+            how = {"add_special_tokens": False, "padding": True, "return_tensors": "pt"}
+            with quiet_library():
+                found = self.processor(images=images, text=text, **how)
+            made = {name: found[name] for name in found.keys() - _OF_TEXT}
+        if self.processor.return_mm_token_type_ids:
+            kinds = self.processor.create_mm_token_type_ids(batch["input_ids"].tolist())
+            made[self._kinds] = torch.tensor(kinds)
+            if self._positions is not None and "image_grid_thw" in made:
+                ids, mask = batch["input_ids"], batch["attention_mask"]
+                how = {"image_grid_thw": made["image_grid_thw"], "attention_mask": mask}
+                made["position_ids"], _ = self._positions(ids, made[self._kinds], **how)
+        return made
 
     def digest(self, number: int) -> bytes:
         """sha256 of the encoded picture with this number."""
         return self._digests[number]
+
+
+def _kinds_and_positions(config: PretrainedConfig) -> tuple[str, Callable[..., Any] | None]:
+    """The name under which a model takes the kinds of tokens, and its function that makes positions
+    of several axes, if it has them. All stages read both, and only the first has what they are made
+    of."""
+    model: Any = on_meta(stock_class(config), config)
+    takes = inspect.signature(model.forward).parameters
+    name = "token_type_ids" if "token_type_ids" in takes else "mm_token_type_ids"
+    return name, getattr(model.base_model, "get_rope_index", None)
 
 
 def _read(path: str, what: str) -> bytes:
@@ -199,25 +229,28 @@ def pictures_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pictures:
             "pictures are not trained over quantised weights yet",
             hint="take a checkpoint in full precision, without model.quantization",
         )
-    from transformers import AutoProcessor, ProcessorMixin
+    return Pictures(_processor(source, tokenizer), source.config, config.base_dir)
 
+
+def _processor(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The processor of the model's family, with this tokenizer; without a part for videos, which
+    would need torchvision. Raises ModelError where there is none."""
     place, revision = source.place, source.model.revision
     hint = "take that entry out of the file"
     repository.refuse_code(place, revision, repository.PROCESSORS, ModelError, hint)
+    cls: Any = PROCESSOR_MAPPING[type(source.config)]
+    how = {"revision": revision, "trust_remote_code": False}
     try:
         with quiet_library():
-            processor: Any = AutoProcessor.from_pretrained(
-                place, revision=revision, trust_remote_code=False
-            )
+            parts = {
+                "tokenizer": tokenizer,
+                "image_processor": AutoImageProcessor.from_pretrained(place, **how),
+            }
+            fields, _ = cls.get_processor_dict(place, revision=revision)
+            lax = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: None})
+            return lax.from_args_and_dict([parts.get(n) for n in cls.get_attributes()], fields)
     except LIBRARY_ERRORS as error:
         raise ModelError(
             f"the model {place!r} has no processor for pictures that loads: {briefly(error)}",
             hint="put processor_config.json or preprocessor_config.json beside its weights",
         ) from error
-    if not isinstance(processor, ProcessorMixin) or getattr(processor, "image_token", None) is None:
-        raise ModelError(
-            f"the model {place!r} has no processor for pictures",
-            hint="put processor_config.json or preprocessor_config.json beside its weights",
-        )
-    processor.tokenizer = tokenizer
-    return Pictures(processor, config.base_dir)

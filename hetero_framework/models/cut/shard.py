@@ -649,8 +649,9 @@ class Shard:
             return {"input_ids": inputs["input_ids"]}
         # A hidden state may have other axes in front of rows and tokens.
         known = (name for name in ("attention_mask", "position_ids", "positions") if name in inputs)
-        shaped = inputs.get(next(known, ""), hidden_BSD)
-        rows, tokens = shaped.shape[:2]
+        shaped = inputs.get(next(known, ""))
+        # Positions may have several axes in front of rows, a hidden state behind tokens.
+        rows, tokens = hidden_BSD.shape[:2] if shaped is None else shaped.shape[-2:]
         if not self._whole.structure.takes_embeddings:
             ids = (rows * self.ids_per_token, tokens)
             return {"input_ids": torch.zeros(ids, dtype=torch.int64, device=hidden_BSD.device)}

@@ -5,21 +5,46 @@ from __future__ import annotations
 import io
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoTokenizer,
     CLIPImageProcessorPil,
     CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
+    GotOcr2ImageProcessorPil,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLProcessor,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
     LlavaProcessor,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessorPil,
 )
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>", "<image>"]
 NAMES = ["red", "green", "blue", "square", "circle", "line"]
@@ -35,64 +60,206 @@ TEMPLATE = (
 LAYERS = 4
 
 
-def save_tokenizer(folder: Path, template: str = TEMPLATE, more: list[str] | None = None) -> Any:
-    """A tokenizer of whole words."""
-    words = [*WORDS, *(more or [])]
-    tokenizer = Tokenizer(
-        models.WordLevel({word: k for k, word in enumerate(words)}, unk_token="<unk>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+def save_tokenizer(folder: Path, picture: str = "<image>", more: Sequence[str] = ()) -> Any:
+    """A tokenizer of whole words, whose template writes `picture` for a picture. `more` are further
+    tokens; one written "name=token" is also an attribute of the tokenizer."""
+    named = dict(each.split("=") for each in more if "=" in each)
+    added = list(dict.fromkeys([*SPECIAL[3:], *(each.rpartition("=")[2] for each in more)]))
+    words = dict.fromkeys([*WORDS, *added])
+    tokenizer = Tokenizer(models.WordLevel({w: k for k, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" |\n|[^ \n]+"), "isolated")
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         **{"pad_token": "<pad>", "eos_token": "<|im_end|>", "unk_token": "<unk>"},
-        additional_special_tokens=[*SPECIAL[3:], *(more or [])],
-        chat_template=template,
+        extra_special_tokens={**named, **{f"token_{k}": token for k, token in enumerate(added)}},
+        chat_template=TEMPLATE.replace("<image>", picture),
     )
     fast.save_pretrained(folder)
     return fast
 
 
-def text_sizes() -> dict[str, int]:
+def text_sizes(**changes: Any) -> dict[str, Any]:
     return {
-        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64},
+        **{"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64},
         **{"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2},
-        **{"max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 4},
+        **{"max_position_embeddings": 512, "pad_token_id": 0, "eos_token_id": 4, **changes},
     }
 
 
-def save_model(model: Any, folder: Path) -> Path:
-    """Save a model whose vectors are not the initial ones, so that a lost one shows."""
+def save_model(cls: Any, config: Any, processor: Any, folder: Path) -> Path:
+    """Save a random model whose vectors are not the initial ones, so that a lost one shows, and its
+    processor."""
+    torch.manual_seed(0)
+    model = cls(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
+    if getattr(processor, "video_processor", "") is None:  # it would be saved, too
+        processor.image_processor.save_pretrained(folder)
+        about = {"processor_class": type(processor).__name__}
+        if (length := getattr(processor, "image_seq_length", None)) is not None:
+            about["image_seq_length"] = length
+        (folder / "processor_config.json").write_text(json.dumps(about))
+    else:
+        processor.save_pretrained(folder)
     return folder
 
 
+def clip() -> CLIPVisionConfig:
+    return CLIPVisionConfig(
+        **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "projection_dim": 32},
+    )
+
+
 def save_llava(folder: Path) -> Path:
-    tokenizer = save_tokenizer(folder)
     size = {"height": 28, "width": 28}
     processor = LlavaProcessor(
         image_processor=CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=size),
-        tokenizer=tokenizer,
+        tokenizer=save_tokenizer(folder),
         **{"patch_size": 14, "vision_feature_select_strategy": "default"},
-        **{"chat_template": TEMPLATE, "num_additional_image_tokens": 1},
+        num_additional_image_tokens=1,
     )
-    processor.save_pretrained(folder)
     config = LlavaConfig(
-        text_config=LlamaConfig(**text_sizes()),
-        vision_config=CLIPVisionConfig(
-            **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
-            **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "projection_dim": 32},
-        ),
+        **{"text_config": LlamaConfig(**text_sizes()), "vision_config": clip()},
         **{"image_token_index": 5, "vision_feature_select_strategy": "default"},
     )
-    torch.manual_seed(0)
-    return save_model(LlavaForConditionalGeneration(config), folder)
+    return save_model(LlavaForConditionalGeneration, config, processor, folder)
 
 
-FAMILIES = {"llava": save_llava}
+def save_llava_next(folder: Path) -> Path:
+    size, grid = {"height": 28, "width": 28}, [[28, 56], [56, 28], [56, 56]]
+    processor = LlavaNextProcessor(
+        image_processor=LlavaNextImageProcessorPil(
+            **{"size": {"shortest_edge": 28}, "crop_size": size, "image_grid_pinpoints": grid}
+        ),
+        tokenizer=save_tokenizer(folder),
+        **{"patch_size": 14, "vision_feature_select_strategy": "default"},
+        num_additional_image_tokens=1,
+    )
+    config = LlavaNextConfig(
+        **{"text_config": LlamaConfig(**text_sizes()), "vision_config": clip()},
+        **{"image_token_index": 5, "vision_feature_select_strategy": "default"},
+        image_grid_pinpoints=grid,
+    )
+    return save_model(LlavaNextForConditionalGeneration, config, processor, folder)
+
+
+def save_idefics3(folder: Path) -> Path:
+    tags = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    tags += [f"<row_{a}_col_{b}>" for a in range(1, 7) for b in range(1, 7)]
+    processor = Idefics3Processor(
+        image_processor=Idefics3ImageProcessorPil(
+            size={"longest_edge": 56}, max_image_size={"longest_edge": 28}
+        ),
+        tokenizer=save_tokenizer(folder, more=tags),
+        image_seq_len=4,
+    )
+    config = Idefics3Config(
+        text_config=LlamaConfig(**text_sizes()),
+        vision_config={
+            **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
+            **{"num_attention_heads": 2, "image_size": 28, "patch_size": 7},
+        },
+        **{"image_token_id": 5, "scale_factor": 2, "pad_token_id": 0},
+    )
+    return save_model(Idefics3ForConditionalGeneration, config, processor, folder)
+
+
+def save_internvl(folder: Path) -> Path:
+    named = ["start_image_token=<img>", "end_image_token=</img>", "video_token=<video>"]
+    tokenizer = save_tokenizer(folder, more=[*named, "context_image_token=<image>"])
+    processor = without_videos(InternVLProcessor)(
+        GotOcr2ImageProcessorPil(
+            size={"height": 28, "width": 28}, **{"min_patches": 1, "max_patches": 4}
+        ),
+        *(tokenizer, None),
+        image_seq_length=4,
+    )
+    config = InternVLConfig(
+        text_config=LlamaConfig(**text_sizes()),
+        vision_config={
+            **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
+            **{"num_attention_heads": 2, "image_size": [28, 28], "patch_size": [7, 7]},
+        },
+        **{"image_token_id": 5, "image_seq_length": 4, "downsample_ratio": 0.5},
+    )
+    return save_model(InternVLForConditionalGeneration, config, processor, folder)
+
+
+def save_qwen2_5_vl(folder: Path) -> Path:
+    tags = ["<|vision_start|>", "<|vision_end|>", "video_token=<video>", "image_token=<image>"]
+    tokenizer = save_tokenizer(folder, "<|vision_start|><image><|vision_end|>", tags)
+    processor = without_videos(Qwen2_5_VLProcessor)(
+        Qwen2VLImageProcessorPil(
+            **{"patch_size": 14, "merge_size": 2},
+            size={"shortest_edge": 28 * 28, "longest_edge": 56 * 84},
+        ),
+        *(tokenizer, None),
+    )
+    ids = tokenizer.convert_tokens_to_ids
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    config = Qwen2_5_VLConfig(
+        text_config=text_sizes(rope_parameters=rope),
+        vision_config={
+            **{"hidden_size": 32, "intermediate_size": 32, "depth": 2, "num_heads": 2},
+            **{"out_hidden_size": 32, "fullatt_block_indexes": [1], "window_size": 56},
+        },
+        **{"image_token_id": 5, "video_token_id": ids("<video>")},
+        vision_start_token_id=ids("<|vision_start|>"),
+    )
+    return save_model(Qwen2_5_VLForConditionalGeneration, config, processor, folder)
+
+
+def save_gemma3(folder: Path) -> Path:
+    named = ["boi_token=<boi>", "eoi_token=<eoi>", "image_token=<image>"]
+    tokenizer = save_tokenizer(folder, "<boi>", [*named, "\n\n"])
+    processor = Gemma3Processor(
+        Gemma3ImageProcessorPil(size={"height": 28, "width": 28}),
+        **{"tokenizer": tokenizer, "image_seq_length": 4},
+    )
+    text = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
+    ids = tokenizer.convert_tokens_to_ids
+    config = Gemma3Config(
+        text_config=text_sizes(**text, layer_types=["sliding_attention", "full_attention"] * 2),
+        vision_config={
+            **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
+            **{"num_attention_heads": 2, "image_size": 28, "patch_size": 7},
+        },
+        **{"mm_tokens_per_image": 4, "image_token_index": 5},
+        **{"boi_token_index": ids("<boi>"), "eoi_token_index": ids("<eoi>")},
+    )
+    return save_model(Gemma3ForConditionalGeneration, config, processor, folder)
+
+
+def without_videos(cls: Any) -> Any:
+    """A processor's class that takes None for the part for videos, which needs torchvision."""
+    return type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: None})
+
+
+def processor_of(model: Path) -> Any:
+    """The processor of a checkpoint, as AutoProcessor loads it where torchvision is installed."""
+    config = AutoConfig.from_pretrained(model)
+    cls = without_videos(PROCESSOR_MAPPING[type(config)])
+    parts = {
+        "tokenizer": AutoTokenizer.from_pretrained(model),
+        "image_processor": AutoImageProcessor.from_pretrained(model),
+    }
+    fields, _ = cls.get_processor_dict(model)
+    fields |= {"chat_template": parts["tokenizer"].chat_template}
+    return cls.from_args_and_dict([parts.get(name) for name in cls.get_attributes()], fields)
+
+
+FAMILIES = {
+    "llava": save_llava,
+    "llava_next": save_llava_next,
+    "idefics3": save_idefics3,
+    "internvl": save_internvl,
+    "qwen2_5_vl": save_qwen2_5_vl,
+    "gemma3": save_gemma3,
+}
 
 
 def picture(draw: random.Random, width: int, height: int) -> Image.Image:
