@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -287,6 +287,12 @@ def _kept(
     return PicturedRows(*parts, pictures=pictures)
 
 
+def _remarks(examples: PicturedRows, training: TrainingConfig) -> Iterator[str]:
+    assert examples.targets is not None
+    counts = examples.targets[:, 1].astype(int)
+    yield f"train: {counts.sum():,} pictures, at most {counts.max()} in an example"
+
+
 def collate_pictures(
     examples: PicturedRows,
     indices: Sequence[int] | np.ndarray,
@@ -305,4 +311,5 @@ PICTURED = ExampleKind(
     *(PictureFormatter, _kept, collate_pictures),
     needs=(COLUMNS, ("messages", "conversations", "prompt")),
     beside=pictures_of,
+    remarks=_remarks,
 )

@@ -15,9 +15,11 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from hetero_framework.data.tokenizer import load_tokenizer
 from hetero_framework.data.train_data import TrainData, load_data
-from tests.extras.vision.seeing import FAMILIES, processor_of, save_rows
+from hetero_framework.trainer.coordinator import train
+from tests.extras.vision.seeing import FAMILIES, LAYERS, processor_of, save_rows
 from tests.integration.oracles import _arguments, _logged, assert_agree, read_rows, save_adapter
-from tests.integration.test_parity import assert_same, weights
+from tests.integration.test_parity import assert_same, assert_same_runs, weights
+from tests.integration.test_resume import SAVING, stop_after
 from tests.samples import config_for
 
 pytestmark = pytest.mark.xdist_group("pool2")
@@ -55,10 +57,10 @@ def rows(tmp_path_factory):
     return {pairs: save_rows(folder / str(pairs), pairs=pairs) for pairs in (False, True)}
 
 
-def data_of(model: Path, path: Path, base: Path | None = None, **data: Any) -> TrainData:
+def data_of(model: Path, path: Path | None, **data: Any) -> TrainData:
     sections: dict[str, Any] = {"model": {"name_or_path": str(model)}, "training": TRAINING}
     sections["data"] = {"train": str(path), **data}
-    config = config_for(("local", 4), **sections)
+    config = config_for(("local", LAYERS), **sections)
     return load_data(config, load_tokenizer(config))
 
 
@@ -113,7 +115,7 @@ def test_training_is_trls_under_any_cut_and_the_class_loads_the_result(
     family, adapter, models, rows, losses, tmp_path
 ):
     model, path = models(family), rows[False]
-    sections: dict[str, Any] = {"model": {"name_or_path": str(model)}, "layers": 4}
+    sections: dict[str, Any] = {"model": {"name_or_path": str(model)}, "layers": LAYERS}
     sections |= {"data": {"train": str(path)}, "training": TRAINING}
     start = None
     if adapter:
@@ -140,3 +142,13 @@ def test_training_is_trls_under_any_cut_and_the_class_loads_the_result(
     else:
         _, report = AutoModelForImageTextToText.from_pretrained(result, output_loading_info=True)
         assert not any(report.values()), report
+
+
+def test_a_resumed_run_under_another_plan_is_the_whole_run(models, rows, configured, tmp_path):
+    model, path = models("llava"), rows[False]
+    sections: dict[str, Any] = {"model": {"name_or_path": str(model)}, "layers": LAYERS}
+    sections |= {"data": {"train": str(path)}, "training": {**TRAINING, **SAVING}}
+    train(configured([2], "whole", **sections), debug=True)
+    stop_after(configured([1, 3], "parts", **sections), 3)
+    train(configured([3], "parts", **sections), resume=2, debug=True)
+    assert_same_runs(tmp_path / "parts", tmp_path / "whole")
