@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from hetero_framework.errors import UserError
-from tests.extras.vision.seeing import encoded, picture, save_llava
-from tests.extras.vision.test_vision import data_of
+from hetero_framework.errors import DataError, UserError
+from hetero_framework.trainer.setup import prepare
+from tests.extras.vision.seeing import encoded, picture, processor_of, save_llava, save_rows
+from tests.extras.vision.test_vision import TRAINING, data_of
+from tests.samples import config_for, save_multimodal
 
 ASKED = [{"type": "image"}, {"type": "text", "text": "what is on the picture"}]
 ANSWER = {"role": "assistant", "content": "a red square"}
@@ -176,17 +180,19 @@ def test_other_objectives_models_and_settings_refuse_pictures_by_name(llava, tmp
     (tmp_path / "a.png").write_bytes(PNG)
     path = save(tmp_path, row([str(tmp_path / "a.png")]))
 
-    def said(model: Path, objective: str = TRAINING["objective"], **sections: Any) -> str:
+    def said(
+        model: Path, objective: str = TRAINING["objective"], layers: int = 4, **sections: Any
+    ) -> str:
         sections = {"model": {"name_or_path": str(model)}, **sections}
         sections["data"] = {"train": str(path), **sections.get("data", {})}
         sections["training"] = {"objective": objective, "max_steps": 1}
         with pytest.raises(UserError) as error:
-            prepare(config_for(("local", 4), **sections))
+            prepare(config_for(("local", layers), **sections))
         return f"{error.value} {error.value.hint}"
 
     assert '"training.objective": "image-text-to-text"' in said(llava, "sft")
     other = save_multimodal(tmp_path / "other", "Mistral3ForConditionalGeneration")
-    assert "pictures cannot be trained with a mistral3 model yet" in said(other)
+    assert "pictures cannot be trained with a mistral3 model yet" in said(other, layers=6)
     for setting in ("packing", "padding_free"):
         text = f"data.{setting} is for texts"
         assert text in said(llava, data={setting: True})
