@@ -484,7 +484,8 @@ class Reader:
         builder = ExamplesBuilder()
         packs = self.data.packs(name)
         with TokenizersErrors(), at_work(f"tokenising data.{name}") as show:
-            while batch := list(islice(records, _CHUNK)):
+            # Records with pictures may have a megabyte each.
+            while batch := list(islice(records, _CHUNK if self.beside is None else 8)):
                 for _, rows, targets in self.kept(batch, formatter, counts, packs):
                     if targets:
                         builder.targets.append(targets)

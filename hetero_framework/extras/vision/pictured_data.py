@@ -107,8 +107,8 @@ class PictureRenderer(ChatRenderer):
 
     def two_parts(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
         """Token ids of a rendered prompt with pictures, and of the text behind it."""
-        asked = self._encoded(prompt)
-        return asked, super()._encoded(answer)
+        self.expanded(prompt + answer)  # or raises for a picture in the answer
+        return self._encoded(prompt), super()._encoded(answer)
 
     def _encoded(self, text: str) -> list[int]:
         return super()._encoded(self.expanded(text))

@@ -38,6 +38,7 @@ FAMILIES = ("llava", "llava_next", "internvl", "idefics3", "qwen2_5_vl", "gemma3
 """Model types whose later layers need nothing of a picture but the hidden state."""
 # Pillow hands other formats to programs outside (EPS), or reads little else in them.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+MOST = 1 << 24  # their numbers are kept among targets, as float32
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap width and height
 _HINT = 'a picture is a path, or {"bytes": ..., "path": ...} as datasets\' Image has it'
@@ -68,6 +69,8 @@ class Pictures:
         """Check a picture of an example and give it the next number. Returns the text of the tokens
         that stand for it. Raises DataError for what is no picture or cannot be used."""
         data = path = None
+        if len(self) == MOST:
+            raise DataError(f"{where}: the data have more than {MOST:,} pictures", hint="use fewer")
         if isinstance(given, dict):
             data, path = given.get("bytes"), given.get("path")
         elif isinstance(given, str):

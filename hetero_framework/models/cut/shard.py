@@ -158,12 +158,11 @@ def build_shard(
             new = _new_weights(model, new_names(whole, model, checkpoint), seed)
             how = {"dtype": dtype, "quantization_config": quantization}
             model = _read(model, config, whole, checkpoint, device, new, how)
-        towers = set_apart(model, whole.apart)
         kept.put_into(model, whole)
         partition.fill_absent(model)
         if targets:
             partition.untie(model, whole, rng, targets)
-        return Shard(model, config, whole, rng, towers)
+        return Shard(model, config, whole, rng)
 
 
 def _fill_at_random(model: PreTrainedModel, seed: int) -> None:
@@ -307,15 +306,10 @@ class Shard:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        config: PretrainedConfig,
-        whole: Skeleton,
-        rng: ShardRange,
-        towers: Sequence[nn.Module] = (),
+        self, model: PreTrainedModel, config: PretrainedConfig, whole: Skeleton, rng: ShardRange
     ) -> None:
         self.model: Any = model
-        self._towers = towers
+        self._towers = set_apart(model, whole.apart)
         self.config = config
         self.range = rng
         self.on_enter: Callable[[str | int], None] | None = None
