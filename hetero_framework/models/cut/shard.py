@@ -615,7 +615,8 @@ class Shard:
             arguments.update(self._placeholder(inputs, received[0]))
         self._injected = received
         try:
-            with knowing(arguments.get("attention_mask")):
+            # A tower's mask may have the same shape.
+            with knowing(None if self._towers else arguments.get("attention_mask")):
                 if cache is None:
                     return self.model(**arguments, use_cache=False, **extra)
                 takes = _parameters(type(self.model).forward)
