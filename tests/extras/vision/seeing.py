@@ -10,42 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoConfig,
-    AutoImageProcessor,
-    AutoTokenizer,
-    CLIPImageProcessorPil,
-    CLIPVisionConfig,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3ImageProcessorPil,
-    Gemma3Processor,
-    GotOcr2ImageProcessorPil,
-    Idefics3Config,
-    Idefics3ForConditionalGeneration,
-    Idefics3ImageProcessorPil,
-    Idefics3Processor,
-    InternVLConfig,
-    InternVLForConditionalGeneration,
-    InternVLProcessor,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaNextConfig,
-    LlavaNextForConditionalGeneration,
-    LlavaNextImageProcessorPil,
-    LlavaNextProcessor,
-    LlavaProcessor,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-    Qwen2VLImageProcessorPil,
-)
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
+hf: Any = transformers
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>", "<image>"]
 NAMES = ["red", "green", "blue", "square", "circle", "line"]
 TEXT = "user assistant system what is on the picture a and ?"
@@ -68,7 +38,7 @@ def save_tokenizer(folder: Path, picture: str = "<image>", more: Sequence[str] =
     words = dict.fromkeys([*WORDS, *added])
     tokenizer = Tokenizer(models.WordLevel({w: k for k, w in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" |\n|[^ \n]+"), "isolated")
-    fast = PreTrainedTokenizerFast(
+    fast = hf.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         **{"pad_token": "<pad>", "eos_token": "<|im_end|>", "unk_token": "<unk>"},
         extra_special_tokens={**named, **{f"token_{k}": token for k, token in enumerate(added)}},
@@ -107,8 +77,8 @@ def save_model(cls: Any, config: Any, processor: Any, folder: Path) -> Path:
     return folder
 
 
-def clip() -> CLIPVisionConfig:
-    return CLIPVisionConfig(
+def clip() -> Any:
+    return hf.CLIPVisionConfig(
         **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
         **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "projection_dim": 32},
     )
@@ -116,84 +86,84 @@ def clip() -> CLIPVisionConfig:
 
 def save_llava(folder: Path) -> Path:
     size = {"height": 28, "width": 28}
-    processor = LlavaProcessor(
-        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=size),
+    processor = hf.LlavaProcessor(
+        image_processor=hf.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=size),
         tokenizer=save_tokenizer(folder),
         **{"patch_size": 14, "vision_feature_select_strategy": "default"},
         num_additional_image_tokens=1,
     )
-    config = LlavaConfig(
-        **{"text_config": LlamaConfig(**text_sizes()), "vision_config": clip()},
+    config = hf.LlavaConfig(
+        **{"text_config": hf.LlamaConfig(**text_sizes()), "vision_config": clip()},
         **{"image_token_index": 5, "vision_feature_select_strategy": "default"},
     )
-    return save_model(LlavaForConditionalGeneration, config, processor, folder)
+    return save_model(hf.LlavaForConditionalGeneration, config, processor, folder)
 
 
 def save_llava_next(folder: Path) -> Path:
     size, grid = {"height": 28, "width": 28}, [[28, 56], [56, 28], [56, 56]]
-    processor = LlavaNextProcessor(
-        image_processor=LlavaNextImageProcessorPil(
+    processor = hf.LlavaNextProcessor(
+        image_processor=hf.LlavaNextImageProcessorPil(
             **{"size": {"shortest_edge": 28}, "crop_size": size, "image_grid_pinpoints": grid}
         ),
         tokenizer=save_tokenizer(folder),
         **{"patch_size": 14, "vision_feature_select_strategy": "default"},
         num_additional_image_tokens=1,
     )
-    config = LlavaNextConfig(
-        **{"text_config": LlamaConfig(**text_sizes()), "vision_config": clip()},
+    config = hf.LlavaNextConfig(
+        **{"text_config": hf.LlamaConfig(**text_sizes()), "vision_config": clip()},
         **{"image_token_index": 5, "vision_feature_select_strategy": "default"},
         image_grid_pinpoints=grid,
     )
-    return save_model(LlavaNextForConditionalGeneration, config, processor, folder)
+    return save_model(hf.LlavaNextForConditionalGeneration, config, processor, folder)
 
 
 def save_idefics3(folder: Path) -> Path:
     tags = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
     tags += [f"<row_{a}_col_{b}>" for a in range(1, 7) for b in range(1, 7)]
-    processor = Idefics3Processor(
-        image_processor=Idefics3ImageProcessorPil(
+    processor = hf.Idefics3Processor(
+        image_processor=hf.Idefics3ImageProcessorPil(
             size={"longest_edge": 56}, max_image_size={"longest_edge": 28}
         ),
         tokenizer=save_tokenizer(folder, more=tags),
         image_seq_len=4,
     )
-    config = Idefics3Config(
-        text_config=LlamaConfig(**text_sizes()),
+    config = hf.Idefics3Config(
+        text_config=hf.LlamaConfig(**text_sizes()),
         vision_config={
             **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
             **{"num_attention_heads": 2, "image_size": 28, "patch_size": 7},
         },
         **{"image_token_id": 5, "scale_factor": 2, "pad_token_id": 0},
     )
-    return save_model(Idefics3ForConditionalGeneration, config, processor, folder)
+    return save_model(hf.Idefics3ForConditionalGeneration, config, processor, folder)
 
 
 def save_internvl(folder: Path) -> Path:
     named = ["start_image_token=<img>", "end_image_token=</img>", "video_token=<video>"]
     tokenizer = save_tokenizer(folder, more=[*named, "context_image_token=<image>"])
-    processor = without_videos(InternVLProcessor)(
-        GotOcr2ImageProcessorPil(
+    processor = without_videos(hf.InternVLProcessor)(
+        hf.GotOcr2ImageProcessorPil(
             size={"height": 28, "width": 28}, **{"min_patches": 1, "max_patches": 4}
         ),
         *(tokenizer, None),
         image_seq_length=4,
     )
-    config = InternVLConfig(
-        text_config=LlamaConfig(**text_sizes()),
+    config = hf.InternVLConfig(
+        text_config=hf.LlamaConfig(**text_sizes()),
         vision_config={
             **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
             **{"num_attention_heads": 2, "image_size": [28, 28], "patch_size": [7, 7]},
         },
         **{"image_token_id": 5, "image_seq_length": 4, "downsample_ratio": 0.5},
     )
-    return save_model(InternVLForConditionalGeneration, config, processor, folder)
+    return save_model(hf.InternVLForConditionalGeneration, config, processor, folder)
 
 
 def save_qwen2_5_vl(folder: Path) -> Path:
     tags = ["<|vision_start|>", "<|vision_end|>", "video_token=<video>", "image_token=<image>"]
     tokenizer = save_tokenizer(folder, "<|vision_start|><image><|vision_end|>", tags)
-    processor = without_videos(Qwen2_5_VLProcessor)(
-        Qwen2VLImageProcessorPil(
+    processor = without_videos(hf.Qwen2_5_VLProcessor)(
+        hf.Qwen2VLImageProcessorPil(
             **{"patch_size": 14, "merge_size": 2},
             size={"shortest_edge": 28 * 28, "longest_edge": 56 * 84},
         ),
@@ -201,7 +171,7 @@ def save_qwen2_5_vl(folder: Path) -> Path:
     )
     ids = tokenizer.convert_tokens_to_ids
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-    config = Qwen2_5_VLConfig(
+    config = hf.Qwen2_5_VLConfig(
         text_config=text_sizes(rope_parameters=rope),
         vision_config={
             **{"hidden_size": 32, "intermediate_size": 32, "depth": 2, "num_heads": 2},
@@ -210,19 +180,19 @@ def save_qwen2_5_vl(folder: Path) -> Path:
         **{"image_token_id": 5, "video_token_id": ids("<video>")},
         vision_start_token_id=ids("<|vision_start|>"),
     )
-    return save_model(Qwen2_5_VLForConditionalGeneration, config, processor, folder)
+    return save_model(hf.Qwen2_5_VLForConditionalGeneration, config, processor, folder)
 
 
 def save_gemma3(folder: Path) -> Path:
     named = ["boi_token=<boi>", "eoi_token=<eoi>", "image_token=<image>"]
     tokenizer = save_tokenizer(folder, "<boi>", [*named, "\n\n"])
-    processor = Gemma3Processor(
-        Gemma3ImageProcessorPil(size={"height": 28, "width": 28}),
+    processor = hf.Gemma3Processor(
+        hf.Gemma3ImageProcessorPil(size={"height": 28, "width": 28}),
         **{"tokenizer": tokenizer, "image_seq_length": 4},
     )
     text = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
     ids = tokenizer.convert_tokens_to_ids
-    config = Gemma3Config(
+    config = hf.Gemma3Config(
         text_config=text_sizes(**text, layer_types=["sliding_attention", "full_attention"] * 2),
         vision_config={
             **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
@@ -231,7 +201,7 @@ def save_gemma3(folder: Path) -> Path:
         **{"mm_tokens_per_image": 4, "image_token_index": 5},
         **{"boi_token_index": ids("<boi>"), "eoi_token_index": ids("<eoi>")},
     )
-    return save_model(Gemma3ForConditionalGeneration, config, processor, folder)
+    return save_model(hf.Gemma3ForConditionalGeneration, config, processor, folder)
 
 
 def without_videos(cls: Any) -> Any:
@@ -241,11 +211,11 @@ def without_videos(cls: Any) -> Any:
 
 def processor_of(model: Path) -> Any:
     """The processor of a checkpoint, as AutoProcessor loads it where torchvision is installed."""
-    config = AutoConfig.from_pretrained(model)
+    config = hf.AutoConfig.from_pretrained(model)
     cls = without_videos(PROCESSOR_MAPPING[type(config)])
     parts = {
-        "tokenizer": AutoTokenizer.from_pretrained(model),
-        "image_processor": AutoImageProcessor.from_pretrained(model),
+        "tokenizer": hf.AutoTokenizer.from_pretrained(model),
+        "image_processor": hf.AutoImageProcessor.from_pretrained(model),
     }
     fields, _ = cls.get_processor_dict(model)
     fields |= {"chat_template": parts["tokenizer"].chat_template}
