@@ -122,7 +122,8 @@ class PictureRenderer(ChatRenderer):
     def _given(self, chat: Conversation, text: str) -> TokensAndMask:
         if not self.assistant_only:
             return super()._given(chat, text)
-        spans = self._apply(chat, **{_SPANS: True})
+        how: dict[str, Any] = {_SPANS: True}
+        spans = self._apply(chat, **how)
         ids, places = self._encoded_at(text)
         starts, ends = [begin for begin, _ in spans], [end for _, end in spans]
         # As the processor does: any token that overlaps a marked span.
@@ -132,9 +133,8 @@ class PictureRenderer(ChatRenderer):
         messages = [*map(_in_parts, messages)]
         if not options.pop(_SPANS, False):
             return super()._render(messages, template, **options)
-        settings = {**self.tokenizer.special_tokens_map, **self.template_kwargs, **options}
-        chats, how = [messages], {"chat_template": self.template, _SPANS: True}
-        return render_jinja_template(chats, **how, **settings)[1][0]
+        how = {**self.tokenizer.special_tokens_map, **self.template_kwargs, **options, _SPANS: True}
+        return render_jinja_template([messages], chat_template=self.template, **how)[1][0]
 
 
 def _alternating(pieces: Sequence[Any], between: Sequence[Any]) -> list[Any]:
@@ -307,8 +307,11 @@ def collate_pictures(
 
 
 PICTURED = ExampleKind(
-    *("texts with pictures", ("messages", "prompt_completion")),
-    *(PictureFormatter, _kept, collate_pictures),
+    "texts with pictures",
+    ("messages", "prompt_completion"),
+    PictureFormatter,
+    _kept,
+    collate_pictures,
     needs=(COLUMNS, ("messages", "conversations", "prompt")),
     beside=pictures_of,
     remarks=_remarks,

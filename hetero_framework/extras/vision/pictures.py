@@ -250,7 +250,9 @@ def _processor(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Any:
                 "image_processor": AutoImageProcessor.from_pretrained(place, **how),
             }
             fields, _ = cls.get_processor_dict(place, revision=revision)
-            lax = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: None})
+            lax: Any = type(
+                cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: None}
+            )
             return lax.from_args_and_dict([parts.get(n) for n in cls.get_attributes()], fields)
     except LIBRARY_ERRORS as error:
         raise ModelError(

@@ -181,9 +181,9 @@ def test_other_objectives_models_and_settings_refuse_pictures_by_name(llava, tmp
     path = save(tmp_path, row([str(tmp_path / "a.png")]))
 
     def said(
-        model: Path, objective: str = TRAINING["objective"], layers: int = 4, **sections: Any
+        folder: Path, objective: Any = TRAINING["objective"], layers: int = 4, **sections: Any
     ) -> str:
-        sections = {"model": {"name_or_path": str(model)}, **sections}
+        sections = {"model": {"name_or_path": str(folder)}, **sections}
         sections["data"] = {"train": str(path), **sections.get("data", {})}
         sections["training"] = {"objective": objective, "max_steps": 1}
         with pytest.raises(UserError) as error:
