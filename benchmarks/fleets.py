@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from hetero_framework.extras.planner import FleetProfile
+from hetero_framework.extras.planner.host_link import HostLink
+from hetero_framework.extras.planner.known_devices import KnownDevice, host_memory, known_device
 
 GIGABIT = 117e6
 _LAYER_BYTES = 4e8
@@ -81,3 +84,103 @@ def _card(
         "activation_bytes_per_layer": _KEPT_BYTES,
         "activation_bytes_recomputed": _RECOMPUTED_BYTES,
     }
+
+
+# Layers, hidden size, that of the MLP, and tokens of the vocabulary: Llama of 3B, 8B and 13B, Qwen
+# of 32B.
+_MODELS = (
+    *((28, 3072, 8192, 128256), (32, 4096, 14336, 128256)),
+    *((40, 5120, 13824, 32000), (64, 5120, 27648, 152064)),
+)
+_CARDS = (
+    *("RTX 4090 +64GB", "RTX 3090 +64GB", "RX 7900 XTX +64GB", "RTX 3060 +32GB", "A100 80GB"),
+    *("RTX 4070 Ti SUPER +32GB", "RTX 4060 Ti 16GB +32GB", "RTX 5090 +128GB", "Arc B580 +32GB"),
+    *("Apple M2 Max 64GB", "Apple M4 Pro 48GB", "DGX Spark", "Ryzen AI Max+ 395 128GB", "L4 +64GB"),
+    *("RTX 2080 Ti +32GB", "16-core CPU 64GB"),
+)
+_MATRICES, _ADAPTERS = 9, 14  # tensors of a layer: seven products and two norms; A and B of each
+
+Seconds = Callable[..., float]
+
+
+def estimated_fleet(draw: random.Random, seconds: Sequence[Seconds]) -> list[FleetProfile]:
+    """A model with an adapter on machines with a device of the table each, as each of `seconds`
+    (like `KnownDevice.seconds`) estimates it."""
+    layers, *job = draw.choice(_MODELS)
+    tokens, packed = draw.choice((512, 1024, 2048, 4096)), draw.random() < 0.5
+    devices = [known_device(name) for name in draw.sample(_CARDS, draw.randint(2, 4))]
+    rate, m = draw.choice((GIGABIT, 2.5 * GIGABIT, 10 * GIGABIT)), draw.choice((4, 8, 16, 32))
+    ids = ["local", *range(1, len(devices))]
+    links = [
+        {"from": a, "to": b, "bytes_per_s": rate, "latency_s": 3e-4}
+        for a in ids
+        for b in ids
+        if a != b
+    ]
+    return [
+        FleetProfile.from_dict(
+            {
+                "version": 1,
+                "layers": layers,
+                "micro_batches": m,
+                "activation_bytes": 2 * tokens * job[0],
+                "gradient_bytes": 2 * tokens * job[0],
+                "embedding_is_trained": False,
+                "devices": [
+                    {"id": id, **_estimated(device, job, tokens, packed, estimate)}
+                    for id, device in zip(ids, devices, strict=True)
+                ],
+                "links": links,
+            }
+        )
+        for estimate in seconds
+    ]
+
+
+def _estimated(
+    device: KnownDevice, job: Sequence[int], tokens: int, packed: bool, estimate: Seconds
+) -> dict[str, Any]:
+    """What a device takes for a row of `tokens`. `packed`: its weights have 4 bits, but not on a
+    Mac."""
+    width, wide, vocabulary = job
+    packed &= device.kind != "apple"
+    numbers, kept = 4 * width**2 + 3 * width * wide, 2.0 * tokens * (16 * width + 3 * wide)
+    weights, head = (0.56 if packed else 2.0) * numbers, 2.0 * vocabulary * width
+    products, attention = 2.0 * tokens * numbers, 4.0 * tokens**2 * width
+    unpacked = float(numbers * packed)
+    moved, logits = weights + 2.0 * unpacked + 2.0 * kept, 8.0 * tokens * vocabulary
+
+    def seconds(flops: float, nbytes: float, unpacked: float = 0.0, tensors: int = 1) -> float:
+        return estimate(device, flops, nbytes, unpacked, half=True, width=width, tensors=tensors)
+
+    tensors = _MATRICES + _ADAPTERS
+    forward_s = seconds(products + attention, moved, unpacked, tensors)
+    head_s = seconds(tokens * head, head + logits)
+    link = HostLink(device.host_link, device.host_link, 1.0, host_memory()["copy_slowdown"])
+    return {
+        "memory_bytes": device.usable_bytes,
+        "layer_forward_s": forward_s,
+        "layer_backward_s": seconds(products + 2 * attention, moved, unpacked, tensors),
+        "layer_recompute_s": forward_s,
+        "head_forward_s": head_s,
+        "head_backward_s": head_s,
+        "layer_bytes": weights,
+        "layer_frozen_bytes": weights * bool(device.host_bytes),
+        "embedding_bytes": head,
+        "head_bytes": head + logits,
+        "activation_bytes_per_layer": kept,
+        "activation_bytes_recomputed": 2.0 * tokens * width,
+        "host_bytes": device.usable_host_bytes,
+        **(asdict(link) if device.host_bytes else {}),
+    }
+
+
+def seconds_before(
+    device: KnownDevice, flops: float, nbytes: float, unpacked: float, *, half: bool, **_: Any
+) -> float:
+    """The estimate before it was fitted on published speeds: one share of the arithmetic for all
+    GPUs, and unpacking as traffic that hides behind it."""
+    compute, start_s = {"apple": (0.5, 5e-4), "cpu": (0.5, 2e-4)}.get(device.kind, (0.45, 3e-4))
+    peak = compute * (device.half_flops if half else device.float_flops)
+    rate = device.bandwidth * device.efficiency.bandwidth
+    return start_s + max(flops / peak, (nbytes + 2 * unpacked) / rate)

@@ -5,6 +5,7 @@
     python -m benchmarks.planner splits --instances 100
     python -m benchmarks.planner vtrain
     python -m benchmarks.planner paper
+    python -m benchmarks.planner estimates
 
 `exhaustive`: the planned step beside the best of all plans with one stage per device (every subset,
 order, cut, checkpointing and way of the boundaries), by the same simulator; memory is tight in
@@ -12,8 +13,10 @@ every second instance. `large`: 80 layers on 16 devices, links of three speeds. 
 shares and shares in proportion to memory beside the plan, as shares of the fleet's aggregate speed.
 `vtrain`: three numbers for each hidden size and micro-batch (seconds of a layer, of the head, and
 of a step besides), fitted on measured two-stage pipelines; the four-stage ones are predicted.
-`paper`: 64 and 1,000 devices, what the coordinator's network then carries, and islands. Seconds are
-of the processor. Prints one JSON object; `--save` keeps it under results/.
+`paper`: 64 and 1,000 devices, what the coordinator's network then carries, and islands.
+`estimates`: plans of fleets of known devices beside those that the estimate before the fit would
+choose, both judged by the present one; prints a line for each. Seconds are of the processor. Prints
+one JSON object; `--save` keeps it under results/.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -32,11 +35,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.environment import describe, save
-from benchmarks.fleets import GIGABIT, random_fleet
+from benchmarks.fleets import GIGABIT, estimated_fleet, random_fleet, seconds_before
 from hetero_framework.engine.schedule.bounds import step_bound
 from hetero_framework.engine.schedule.simulator import simulate
 from hetero_framework.errors import PlanError
 from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
+from hetero_framework.extras.planner.known_devices import KnownDevice
 from hetero_framework.extras.planner.layout import Fleet, Layout, Part, evaluated
 from hetero_framework.extras.planner.planning import ALLOWED
 
@@ -426,15 +430,52 @@ def island(profile: FleetProfile, number: int) -> FleetProfile:
 _STAR = {"local", *range(1, _ISLAND)}
 
 
+# -- estimates ------------------------------------------------------------------------------------
+
+
+def estimates(instances: int, seed: int = 0) -> dict[str, Any]:
+    """Steps of the present estimate's plans over those of the estimate before, by the present
+    estimate: above 1 the plan got worse. A fleet that nothing fits is drawn anew."""
+    rows: list[dict[str, Any]] = []
+    while len(rows) < instances:
+        draw = random.Random(seed)
+        now, before = estimated_fleet(draw, [KnownDevice.seconds, seconds_before])
+        (found, taken), (old, _) = timed_plan(now), timed_plan(before)
+        if found is not None and old is not None:
+            judged = evaluate(now, old.shard_plan)
+            ratio = found.predicted_step_s / judged.predicted_step_s
+            rows.append({"seed": seed, "ratio": ratio, "step_s": found.predicted_step_s})
+            print(
+                f"seed {seed}: {_shape(found)}, before {_shape(old)}: {ratio:.4f}, {taken:.1f} s",
+                flush=True,
+            )
+        seed += 1
+    ratios = [row["ratio"] for row in rows]
+    worse = sum(ratio > 1 + 1e-9 for ratio in ratios)  # equal plans differ by rounding
+    return {"worst": max(ratios), "mean": statistics.fmean(ratios), "worse": worse, "rows": rows}
+
+
+def _shape(found: Result) -> str:
+    """A plan in a word: layers of each stage and its process, r where it recomputes."""
+    stages = [
+        f"{entry['end'] - entry['start']}@{entry['id']}" + "r" * ("gradient_checkpointing" in entry)
+        for entry in found.shard_plan
+    ]
+    return "+".join(stages)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("what", choices=("exhaustive", "large", "splits", "vtrain", "paper"))
-    parser.add_argument("--instances", type=int, help="default: 300; large 4, splits 50")
+    programs = ("exhaustive", "large", "splits", "vtrain", "paper", "estimates")
+    parser.add_argument("what", choices=programs)
+    parser.add_argument(
+        "--instances", type=int, help="default: 300; large 4, splits 50, estimates 40"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args(argv)
-    count = options.instances or {"large": 4, "splits": 50}.get(options.what, 300)
-    programs = {
+    count = options.instances or {"large": 4, "splits": 50, "estimates": 40}.get(options.what, 300)
+    chosen: dict[str, Callable[[], dict[str, Any]]] = {
         "exhaustive": lambda: exhaustive(
             [instance(options.seed + number) for number in range(count)]
         ),
@@ -442,11 +483,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "splits": lambda: splits(count, options.seed),
         "vtrain": vtrain,
         "paper": paper,
+        "estimates": lambda: estimates(count, options.seed),
     }
-    result = {**describe(), "what": options.what, **programs[options.what]()}
+    result = {**describe(), "what": options.what, **chosen[options.what]()}
     if options.save:
         save(f"planner-{options.what}", result)
-    result.pop("rows", None) if options.what == "exhaustive" else None
+    result.pop("rows", None) if options.what in ("exhaustive", "estimates") else None
     print(json.dumps(result, indent=2))
 
 

@@ -106,13 +106,14 @@ class KnownDevice:
         tensors: int = 1,
     ) -> float:
         """Seconds of a pass with `tensors` tensors of weights. It is bounded by arithmetic, of
-        which a model of small `width` reaches less, by memory, or by the start of kernels. Before
-        that it unpacks `unpacked` numbers of quantised weights."""
+        which a model of small `width` reaches less, or by memory. The start of kernels comes on
+        top, since most are too small to hide the next one's, and so does the unpacking of
+        `unpacked` numbers of quantised weights."""
         reached, peak = self.efficiency, self.half_flops if half else self.float_flops
         peak *= reached.compute / (1 + float(_table()["half_width"]) / width)
         rate = self.bandwidth * reached.bandwidth
         unpacking_s = unpacked * float(_table()["unpacking_bytes"]) / rate
-        return unpacking_s + max(reached.start_s * tensors, flops / peak, nbytes / rate)
+        return unpacking_s + reached.start_s * tensors + max(flops / peak, nbytes / rate)
 
 
 def factor() -> float:

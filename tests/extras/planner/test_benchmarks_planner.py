@@ -9,11 +9,12 @@ import random
 import pytest
 
 from benchmarks import planner
-from benchmarks.fleets import GIGABIT, random_fleet
+from benchmarks.fleets import GIGABIT, estimated_fleet, random_fleet, seconds_before
 from benchmarks.predictions import errors, shared
 from benchmarks.predictions import random_fleet as unequal_fleet
 from hetero_framework.engine.schedule.simulator import Edge, Profile
 from hetero_framework.extras.planner import evaluate
+from hetero_framework.extras.planner.known_devices import KnownDevice, known_device
 from hetero_framework.extras.planner.layout import Fleet, evaluated
 from tests.extras.planner.fleets import device, fleet_of
 
@@ -24,6 +25,31 @@ def test_random_fleets_are_the_same_for_the_same_seed():
     star = random_fleet(random.Random(3), 4, 12, 8, direct=0.0, speeds=[GIGABIT])
     assert all("local" in (link.sender, link.receiver) for link in star.links)
     assert len(star.links) == 6
+
+
+def test_known_fleets_differ_in_their_times_alone():
+    now, before = estimated_fleet(random.Random(0), [KnownDevice.seconds, seconds_before])
+    assert (now, before) == tuple(
+        estimated_fleet(random.Random(0), [KnownDevice.seconds, seconds_before])
+    )
+    for one, other in zip(now.devices, before.devices, strict=True):
+        assert one.layer_forward_s != other.layer_forward_s
+        assert (one.memory_bytes, one.layer_bytes) == (other.memory_bytes, other.layer_bytes)
+    assert now.links == before.links
+
+
+def test_unpacking_hid_in_the_estimate_before():
+    card = known_device("RTX 4090")
+    plain, packed = (seconds_before(card, 1e13, 1e6, n, half=True) for n in (0.0, 1e8))
+    assert plain == packed == pytest.approx(3e-4 + 1e13 / (0.45 * 165.2e12))
+    assert card.seconds(1e13, 1e6, 1e8, half=True) > card.seconds(1e13, 1e6, 0.0, half=True)
+
+
+@pytest.mark.long
+def test_plans_are_not_worse_than_those_of_the_estimate_before(capsys):
+    found = planner.estimates(2)
+    assert found["worse"] == 0
+    assert capsys.readouterr().out.startswith("seed 0: ")
 
 
 def test_all_layouts_are_enumerated():
