@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import ExifTags, Image
+from transformers import AutoModelForImageTextToText
 
+from hetero_framework.data.kinds import objectives_of
+from hetero_framework.data.sources import Record
 from hetero_framework.errors import DataError, UserError
 from hetero_framework.trainer.setup import prepare
 from tests.extras.vision.seeing import encoded, picture, processor_of, save_llava, save_rows
@@ -205,3 +208,26 @@ def test_other_objectives_models_and_settings_refuse_pictures_by_name(llava, tmp
     shutil.copytree(llava, bare)
     (bare / "processor_config.json").unlink()
     assert "has no processor for pictures" in said(bare)
+
+
+def test_the_weights_of_the_tower_are_counted_on_the_first_stage(llava, tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    path = save(tmp_path, row([str(tmp_path / "a.png")]))
+    sections = {"model": {"name_or_path": str(llava)}, "data": {"train": str(path)}}
+    made = prepare(config_for(("local", 2), ("local", 4), training=TRAINING, **sections))
+    model = AutoModelForImageTextToText.from_pretrained(llava)
+    parts = (model.model.vision_tower, model.model.multi_modal_projector)
+    tower = sum(parameter.nbytes for part in parts for parameter in part.parameters())
+    (tmp_path / "texts.jsonl").write_text('{"text": "a red square"}\n')
+    sections["data"] = {"train": str(tmp_path / "texts.jsonl")}
+    plain = prepare(config_for(("local", 2), ("local", 4), **sections))
+    more = [
+        one.weights - other.weights for one, other in zip(made.memory, plain.memory, strict=True)
+    ]
+    assert more == [tower, 0]
+
+
+def test_pictures_are_told_by_their_column():
+    fields = row(["a.png"])
+    assert objectives_of(Record("a:1", fields)) == ["image-text-to-text", "sft"]
+    assert objectives_of(Record("a:1", {"messages": fields["messages"]})) == ["sft"]

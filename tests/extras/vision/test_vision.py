@@ -19,7 +19,7 @@ from hetero_framework.trainer.coordinator import train
 from tests.extras.vision.seeing import FAMILIES, LAYERS, processor_of, save_rows
 from tests.integration.oracles import _arguments, _logged, assert_agree, read_rows, save_adapter
 from tests.integration.test_parity import assert_same, assert_same_runs, weights
-from tests.integration.test_resume import SAVING, stop_after
+from tests.integration.test_resume import SAVING, evals, stop_after
 from tests.samples import config_for
 
 pytestmark = pytest.mark.xdist_group("pool2")
@@ -132,7 +132,8 @@ def test_training_is_trls_under_any_cut_and_the_class_loads_the_result(
     told = {"assistant_only_loss": True, "max_length": 1024}
     assert_agree(whole, trl_run(model, path, tmp_path / "trl", start, **told))
     result = tmp_path / "cut" / ("adapter" if adapter else "model")
-    assert processor_of(result).image_token
+    about = {path.name for path in model.glob("*processor_config.json")}
+    assert about <= {path.name for path in result.iterdir()}
     if adapter:
         before = AutoModelForImageTextToText.from_pretrained(model)
         names = {n for n, _ in PeftModel.from_pretrained(before, result).named_parameters()}
@@ -140,6 +141,7 @@ def test_training_is_trls_under_any_cut_and_the_class_loads_the_result(
         assert adapted
         assert all(any(part in name for part in OF_TEXT) for name in adapted)
     else:
+        assert processor_of(result).image_token
         _, report = AutoModelForImageTextToText.from_pretrained(result, output_loading_info=True)
         assert not any(report.values()), report
 
@@ -147,8 +149,10 @@ def test_training_is_trls_under_any_cut_and_the_class_loads_the_result(
 def test_a_resumed_run_under_another_plan_is_the_whole_run(models, rows, configured, tmp_path):
     model, path = models("llava"), rows[False]
     sections: dict[str, Any] = {"model": {"name_or_path": str(model)}, "layers": LAYERS}
-    sections |= {"data": {"train": str(path)}, "training": {**TRAINING, **SAVING}}
+    sections |= {"data": {"train": str(path), "eval": str(path)}}
+    sections["training"] = {**TRAINING, **SAVING, "eval_steps": 2}
     train(configured([2], "whole", **sections), debug=True)
     stop_after(configured([1, 3], "parts", **sections), 3)
     train(configured([3], "parts", **sections), resume=2, debug=True)
     assert_same_runs(tmp_path / "parts", tmp_path / "whole")
+    assert evals(tmp_path / "parts") == evals(tmp_path / "whole")
