@@ -34,6 +34,9 @@ from hetero_framework.data.kinds import ExampleKind
 from hetero_framework.data.sources import Record
 from hetero_framework.errors import DataError
 from hetero_framework.extras.vision.pictures import Pictures, pictures_of
+from hetero_framework.models.cut.objectives import next_token
+
+__all__ = ["PICTURED", "next_token"]  # the objective is that of texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

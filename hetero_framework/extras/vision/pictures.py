@@ -23,7 +23,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from hetero_framework import repository
 from hetero_framework.config import Config
 from hetero_framework.config.strict_json import json_type
-from hetero_framework.data.batches import MicroBatch
+from hetero_framework.data.batches import PICTURES, MicroBatch
 from hetero_framework.data.sources import shorten
 from hetero_framework.errors import DataError, ModelError, in_words
 from hetero_framework.models.cut.language import on_meta
@@ -151,14 +151,15 @@ class Pictures:
             how = {"add_special_tokens": False, "padding": True, "return_tensors": "pt"}
             with quiet_library():
                 found = self.processor(images=images, text=text, **how)
-            made = {name: found[name] for name in found.keys() - _OF_TEXT}
+            made = {PICTURES + name: found[name] for name in found.keys() - _OF_TEXT}
         if self.processor.return_mm_token_type_ids:
             kinds = self.processor.create_mm_token_type_ids(batch["input_ids"].tolist())
             made[self._kinds] = torch.tensor(kinds)
-            if self._positions is not None and "image_grid_thw" in made:
-                ids, mask = batch["input_ids"], batch["attention_mask"]
-                how = {"image_grid_thw": made["image_grid_thw"], "attention_mask": mask}
-                made["position_ids"], _ = self._positions(ids, made[self._kinds], **how)
+            grid = made.get(PICTURES + "image_grid_thw")
+            if self._positions is not None and grid is not None:
+                how = {"image_grid_thw": grid, "attention_mask": batch["attention_mask"]}
+                found = self._positions(batch["input_ids"], made[self._kinds], **how)
+                made["position_ids"] = found[0]
         return made
 
     def digest(self, number: int) -> bytes:
@@ -167,12 +168,12 @@ class Pictures:
 
 
 def _kinds_and_positions(config: PretrainedConfig) -> tuple[str, Callable[..., Any] | None]:
-    """The name under which a model takes the kinds of tokens, and its function that makes positions
-    of several axes, if it has them. All stages read both, and only the first has what they are made
-    of."""
+    """The name of the kinds of tokens, where all stages read them, or else the first; and the
+    model's function that makes positions of several axes, if it has them. All stages read these,
+    and only the first has what they are made of."""
     model: Any = on_meta(stock_class(config), config)
     takes = inspect.signature(model.forward).parameters
-    name = "token_type_ids" if "token_type_ids" in takes else "mm_token_type_ids"
+    name = "token_type_ids" if "token_type_ids" in takes else f"{PICTURES}mm_token_type_ids"
     return name, getattr(model.base_model, "get_rope_index", None)
 
 

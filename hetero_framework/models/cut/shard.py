@@ -34,6 +34,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hetero_framework.config.objectives import shows_pictures
+from hetero_framework.data.batches import PICTURES
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models.cut import partition
 from hetero_framework.models.cut.attention import make_known
@@ -608,9 +609,8 @@ class Shard:
             self.on_enter("embedding")
         if self._part != "head" and self.range.is_first:
             arguments["input_ids"] = inputs["input_ids"]
-            if self._towers:  # whatever the model's processor makes of pictures
-                takes = _parameters(type(self.model).forward) - {"labels"}
-                arguments |= {name: inputs[name] for name in takes & inputs.keys()}
+            seen = {name: t for name, t in inputs.items() if name.startswith(PICTURES)}
+            arguments |= {name.removeprefix(PICTURES): t for name, t in seen.items()}
         else:
             arguments.update(self._placeholder(inputs, received[0]))
         self._injected = received

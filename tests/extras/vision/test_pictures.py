@@ -16,6 +16,7 @@ import torch
 from PIL import ExifTags, Image
 from transformers import AutoModelForImageTextToText
 
+from hetero_framework.data.batches import PICTURES
 from hetero_framework.data.kinds import objectives_of
 from hetero_framework.data.sources import Record
 from hetero_framework.errors import DataError, UserError
@@ -137,7 +138,7 @@ def test_pictures_of_any_mode_are_those_of_the_processor(mode, llava, tmp_path):
     expected = processor_of(llava)(images=images, return_tensors="pt")["pixel_values"]
     for name in ("rows.parquet", "saved"):
         batch = data_of(llava, tmp_path / name).micro_batch(np.arange(4))
-        assert torch.equal(batch["pixel_values"], expected)
+        assert torch.equal(batch[f"{PICTURES}pixel_values"], expected)
 
 
 def test_pictures_stand_before_the_first_question_where_no_part_says_more(llava, tmp_path):
