@@ -100,6 +100,8 @@ def _parsed(
         if first in options:  # it stands before the command
             command.error(f"{first} goes after the command: {command.prog} {first}")
         near = _did_you_mean(first, options)
+        if "--config" in options and not first.startswith("-"):
+            near = f"; did you mean --config {first}?"
         command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     for name in _PATHS:  # a shell does not replace ~ in --output=~/x
         if isinstance(value := getattr(arguments, name, None), str):

@@ -33,6 +33,7 @@ MAX_PEER_LINES_PER_S = 10
 _MAX_TRACEBACK_LINES = 40
 _MAX_LISTED = 256
 _CUT = " ..."
+LOADING = "loading torch and transformers"
 
 _package = logging.getLogger("hetero_framework")
 _handlers: tuple[logging.Handler, ...] = ()  # the handlers of the innermost `log_to`
@@ -127,7 +128,7 @@ class Lines(logging.Handler):
                     self._write_line("INFO", f"{peer}: ... {more} more suppressed")
 
     def _write_line(self, level: str, text: str) -> None:
-        with suppress(OSError, ValueError):  # ValueError: the stream is closed
+        with suppress(OSError, ValueError), _aside():  # ValueError: the stream is closed
             self._write(level, one_line(text))
 
 
@@ -146,6 +147,17 @@ def at_work(what: str) -> Iterator[Callable[[str], None]]:
         yield lambda done: _show(f"{what}: {done}")
     finally:
         _show(outer)
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Take the line of `at_work` away for the block, which writes another line."""
+    shown = _shown
+    if shown:
+        _show("")
+    yield
+    if shown:
+        _show(shown)
 
 
 def _show(text: str) -> None:
@@ -172,16 +184,15 @@ class SlowImports:
 def _shown_import(execute: Callable[[Any], None], module: Any) -> None:
     gc.disable()  # an import leaves no garbage, and looking for some takes a tenth of its time
     try:
-        with at_work("loading torch and transformers"):
+        with at_work(LOADING):
             execute(module)
     finally:
+        gc.freeze()  # no later collection looks at these million objects
         gc.enable()
 
 
 def to_stderr(level: str, text: str) -> None:
     """The `write` of `Lines` for a process without a display."""
-    if _shown:
-        _show("")
     print(with_level(level, text), file=sys.stderr, flush=True)
 
 

@@ -19,7 +19,7 @@ def alone_model(tmp_path_factory):
 
 
 @pytest.fixture
-def alone(alone_model, tmp_path):
+def alone(alone_model, tmp_path, verdicts):
     """Configurations of one process: four steps over eight lines, into `tmp_path / name`."""
     texts = save_texts(tmp_path / "texts.jsonl", 8)
 

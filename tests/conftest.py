@@ -75,7 +75,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"HETERO_PAIRS_SEED={os.environ['HETERO_PAIRS_SEED']}")
 
 
+def pytest_collection() -> None:
+    gc.disable()  # as in an import (log.py): nothing that is collected is garbage
+
+
 def pytest_collection_finish() -> None:
+    gc.enable()
     _freeze()
 
 

@@ -198,7 +198,7 @@ def texts(tmp_path_factory):
 
 
 @pytest.fixture
-def configured(pool, llama, texts, tmp_path):
+def configured(pool, llama, texts, tmp_path, verdicts):
     """Configurations with the given cuts and sections: the llama over the texts, if no others are
     given, into `tmp_path / name`."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 """Long enough for a machine that does something else too."""
 
 

@@ -30,6 +30,7 @@ from hetero_framework.commands.options import (
 )
 from hetero_framework.commands.worker import serve
 from hetero_framework.errors import ResourceError, StoppedEarly, UserError
+from hetero_framework.log import LOADING, at_work
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ OPTIONS = (
     option("--adapter", choices=ADAPTERS, help="with --model: what to train (default: lora)"),
     value("--objective", "NAME", "with --model: what to learn (default: what the data tell)"),
     flag("--dry-run", "show plan, memory and an estimate of the time, and stop"),
-    value("--output-dir", "DIR", "instead of training.output_dir"),
+    value("--output-dir", "DIR", "instead of training.output_dir; with --model, of runs/NAME"),
     value("--resume", "latest|N", "continue from a checkpoint", type=_resume_step),
     value("--resume_step", "N", "as --resume N", type=_resume_step, dest="resume"),
     option(
@@ -86,7 +87,8 @@ def run(arguments: argparse.Namespace) -> int | None:
         print(plan(first.config() if first else load(arguments)))
         return 0
     if first is not None:
-        arguments.config, arguments.set = first.written(fresh=arguments.fresh), []
+        with at_work(LOADING):
+            arguments.config, arguments.set = first.written(fresh=arguments.fresh), []
     config = load(arguments, saved_plan=False)
     from hetero_framework.commands.preflight import preflight
     from hetero_framework.security.access import island_access
@@ -101,7 +103,8 @@ def run(arguments: argparse.Namespace) -> int | None:
     config.spare_base_model()
     preflight(config, writes=True)
     if not config.is_planned:
-        from hetero_framework.trainer import plans  # imports torch
+        with at_work(LOADING):
+            from hetero_framework.trainer import plans
 
         config = plans.planned(config, access, resume=arguments.resume, fresh=arguments.fresh)
     planned = config.plan.owners
@@ -114,7 +117,11 @@ def _first(arguments: argparse.Namespace) -> FirstRun | None:
     """What --model and the options beside it ask for; None without it. Raises UserError."""
     if arguments.model is None:
         if alone := [f"--{name}" for name in _ANSWERS if getattr(arguments, name) is not None]:
-            raise UserError(f"{' and '.join(alone)} go with --model; a file says it in itself")
+            go = "goes" if len(alone) == 1 else "go"
+            raise UserError(
+                f"{' and '.join(alone)} {go} with --model",
+                hint="add --model NAME, or leave the rest to the configuration file",
+            )
         return None
     if arguments.config != DEFAULT_CONFIG:
         raise UserError("--model makes a configuration; leave out --config, or --model")
@@ -143,7 +150,8 @@ def _coordinate(
                 )
                 stack.enter_context(workers).start()
             _log.info("this is the coordinator; torch and transformers are loaded now")
-            from hetero_framework.trainer.coordinator import train
+            with at_work(LOADING):
+                from hetero_framework.trainer.coordinator import train
 
             train(
                 config,

@@ -1507,7 +1507,8 @@ def _absent(config: Config) -> Iterator[Problem]:
     if data is None:
         return
     if data.train is None:
-        yield Problem("data.train", "is missing; give a file, a list of files or a dataset name")
+        missing = "is missing; give files or a dataset name, in Python train_dataset"
+        yield Problem("data.train", missing)
     if training.reads_text and model is not None and model.from_config and not model.tokenizer:
         yield Problem("model.tokenizer", "is needed: from_config brings no tokenizer")
     if not data.evaluates:

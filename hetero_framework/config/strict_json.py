@@ -27,7 +27,10 @@ def read_object(path: Path) -> dict[str, Any]:
     """The object in the file `path`. Raises ConfigError where it cannot be read or is refused."""
     try:
         if path.is_dir():
-            raise ConfigError(f"{path} is a directory, not a configuration file")
+            raise ConfigError(
+                f"{path} is a directory, not a configuration file",
+                hint=f"name a file in it, such as {path / 'hetero_config.json'}",
+            )
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:

@@ -66,6 +66,8 @@ _LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # of the weight
 class Stage:
     """One shard with its gradients and its optimizer."""
 
+    _mode: tuple[bool, bool] | None = None  # of the modules: training, with the adapter
+
     def __init__(
         self,
         spec: StageSpec,
@@ -147,6 +149,9 @@ class Stage:
         if info.decoding is not None:
             self._decoder = registry.find("stages", "decoding")(self._shard, info.decoding)
         self._early.begin(take if info.summed else None)
+        if (mode := (info.train, not info.reference)) == self._mode:
+            return  # both go through all modules, which would take longer than a small step
+        self._mode = mode
         self._shard.train(info.train)
         if (adapter := self._shard.adapter) is not None:
             adapter.switch(self._shard.model, on=not info.reference)

@@ -208,6 +208,8 @@ class StageHost:
         if not self.is_running(order.step, order.attempt):
             asked = f"COMMIT of step {order.step}, attempt {order.attempt}"
             raise ProtocolError(f"{asked}, whose gradients are not here")
+        if order.adam is not None and len(order.adam) != 4:
+            raise ProtocolError(f"COMMIT has {len(order.adam)} settings of Adam instead of 4")
         failpoints.hit("commit")
         for snapshot in self._snapshots.values():
             snapshot.keep()

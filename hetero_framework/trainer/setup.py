@@ -28,6 +28,7 @@ from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.engine.schedule.tuning import default_max_in_flight
 from hetero_framework.engine.state_snapshot import STATE_PART_BYTES, in_parts
 from hetero_framework.errors import ConfigError, DataError, DeviceError, PlanError
+from hetero_framework.log import at_work
 from hetero_framework.models.adapters.adapter_plan import PEFT_PREFIX, AdapterPlan
 from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.chunked_loss import chunk_tokens
@@ -133,6 +134,7 @@ def _say(line: str) -> None:
     _log.log(logging.INFO if warning == line else logging.WARNING, "%s", warning)
 
 
+@at_work("checking the model, the data and the plan")
 def prepare(
     config: Config,
     plan: Entries | None = None,
@@ -165,7 +167,8 @@ def prepare(
     if config.adapter is not None:
         resolved, adapter_plan = _with_adapter(resolved, config.adapter, source)
     check_objective(config, model_config, adapter_plan)
-    _admit_cut(config, model_config, say)
+    with at_work("comparing a tiny copy of the model, cut this way, with the whole"):
+        _admit_cut(config, model_config, say)
     if data.settings.one_row:
         what = "data.packing" if data.settings.packing else "data.padding_free"
         settle = registry.needed("packing", "settle", what)

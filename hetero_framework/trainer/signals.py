@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-_ONCE_MORE = b"\nhetero: stopping after this step; once more stops at once\n"
+_ONCE_MORE = b"\nhetero: stopping after this step or call; once more stops at once\n"
 _POLL_S = 0.2
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
 
@@ -34,7 +34,7 @@ def hearing(words: Sequence[str], *, ends: bool = False) -> Iterator[StopRequest
     takes part in a run. The block begins before the command's modules are imported. A supervised
     worker and other commands get None, and signals keep the system's meaning. If the process `ends`
     with the block, later signals have no effect."""
-    if words[:1] not in (["train"], ["worker"]) or "--supervised" in words:
+    if words[:1] not in (["train"], ["worker"], ["serve"]) or "--supervised" in words:
         yield None
         return
     stop = StopRequest(ends=ends)

@@ -37,6 +37,7 @@ from hetero_framework.errors import NetworkError, PeerLostError, StoppedEarly, U
 from hetero_framework.models.cut.reuse import ReusePool
 from hetero_framework.trainer import outputs
 from hetero_framework.trainer.coordinator import train
+from tests.cases import seldom
 from tests.fault_proxy import FaultProxy, FrameCut
 from tests.framed import framed
 from tests.integration.test_parity import LORA, assert_same_runs
@@ -350,7 +351,7 @@ def test_a_run_waits_for_a_worker_that_serves_another(make, pool, whole, tmp_pat
 # -- stopping -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", seldom([signal.SIGINT, signal.SIGTERM], signal.SIGINT))
 def test_a_signal_ends_the_run_after_the_step_and_it_resumes(number, make, whole, tmp_path):
     with pytest.raises(StoppedEarly, match=f"stopped by {number.name} after step 4") as raised:
         train(make("run", [3]), progress=SignalAt(4, number))

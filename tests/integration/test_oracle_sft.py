@@ -18,7 +18,7 @@ from trl import SFTConfig, SFTTrainer
 from hetero_framework import train
 from hetero_framework.cli import main
 from hetero_framework.data.formats import ALPACA_WITH_INPUT, ALPACA_WITHOUT_INPUT
-from tests.cases import seldom
+from tests.cases import seldom, spread
 from tests.integration.oracles import (
     assert_agree,
     assert_close,
@@ -135,7 +135,8 @@ def agree(losses, chat_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "case", seldom(CASES, "prompt_completion_whole", "messages_whole", "alpaca")
+    "case",
+    seldom(CASES, *("prompt_completion_whole", "prompt_completion", "messages_whole", "alpaca")),
 )
 def test_agrees_with_sft_trainer(case, agree, chat_model, tmp_path):
     make, settings = CASES[case]
@@ -283,8 +284,7 @@ def json_files(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:`pad_token` is deprecated:FutureWarning")
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("case", RESULTS)
+@pytest.mark.parametrize(("case", "lora"), spread([*RESULTS], {"full": False, "lora": True}))
 def test_the_result_ends_and_is_asked_as_that_of_sft_trainer(
     case, lora, losses, chat_model, tmp_path
 ):

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.xdist_group("pool2")
 
 
 @pytest.mark.parametrize(
-    "training", [{}, {"weight_decay": 0.1}, {"fp16": True}], ids=["plain", "decay", "fp16"]
+    "training",
+    [pytest.param({}, marks=pytest.mark.long), {"weight_decay": 0.1}, {"fp16": True}],
+    ids=["plain", "decay", "fp16"],
 )
 def test_full_training_equals_a_torch_loop(training, losses, llama, texts, tmp_path):
     ours = losses([2, 4], training=training)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.cases import seldom
+from tests.cases import seldom, spread
 from tests.integration.oracles import (
     assert_agree,
     assert_close,
@@ -174,10 +175,12 @@ def test_the_loss_of_routers_agrees_with_trainer(way, losses, texts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [*NO_DROPOUT, *(pytest.param(name, marks=pytest.mark.long) for name in WITH_SIDES)],
+    ("model_type", "smoothing"),
+    [
+        *spread([*NO_DROPOUT], [0.0, 0.2]),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in product(WITH_SIDES, [0.0, 0.2])),
+    ],
 )
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_other_architectures_agree_with_trainer(model_type, smoothing, losses, texts, tmp_path):
     model = save_tiny(tmp_path / "model", model_type, **(NO_DROPOUT | WITH_SIDES)[model_type])
     training = {"max_steps": 3, "warmup_steps": 0, "weight_decay": 0.5}

@@ -107,7 +107,9 @@ def test_full_training_of(model_type, losses, texts, tmp_path):
     assert mean_token_loss(trained, tokenizer, texts) == final_eval(output)
 
 
-@pytest.mark.parametrize("model_type", ["llama", *ARCHITECTURES])
+@pytest.mark.parametrize(
+    "model_type", [pytest.param("llama", marks=pytest.mark.long), *ARCHITECTURES]
+)
 def test_lora_of(model_type, losses, texts, tmp_path):
     model = save_tiny(tmp_path / "model", model_type)
     # PEFT has no dropout for experts that are one tensor.

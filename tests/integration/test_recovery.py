@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,17 @@ pytestmark = [pytest.mark.usefixtures("nothing_left_here")]
 SETTINGS = {**TRAINING, "verify_architecture": False, "replicate_steps": 2, "max_steps": 9}
 
 
-def configuration(output: Path, llama: Path, texts: Path, **training: Any) -> Config:
-    ports = free_ports(3)
+THREE: list[tuple[str | int, int]] = [("local", 2), (1, 4), (2, 6)]
+
+
+def configuration(
+    output: Path,
+    llama: Path,
+    texts: Path,
+    parts: Sequence[tuple[str | int, int]] = THREE,
+    **training: Any,
+) -> Config:
+    ports = free_ports(len(parts))
     data = {"train": str(texts), "max_length": 64}
     if "eval_strategy" in training:
         data["eval"] = str(texts)
@@ -39,8 +48,8 @@ def configuration(output: Path, llama: Path, texts: Path, **training: Any) -> Co
     return Config.from_dict(
         {
             "coordinator": {**machine, "port": ports[0]},
-            "workers": [{**machine, "id": i, "port": ports[i]} for i in (1, 2)],
-            "shard_plan": plan_of(("local", 2), (1, 4), (2, 6)),
+            "workers": [{**machine, "id": i, "port": ports[i]} for i in range(1, len(parts))],
+            "shard_plan": plan_of(*parts),
             "model": {"name_or_path": str(llama)},
             "data": data,
             "adapter": LORA,
@@ -130,8 +139,16 @@ def untimed(line: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def with_callbacks(llama, texts, tmp_path_factory):
+def reported(llama, texts, tmp_path_factory):
     """The undisturbed run of REPORTED."""
+    output = tmp_path_factory.mktemp("reported") / "run"
+    train(alone(configuration(output, llama, texts, **REPORTED)), callbacks=[TrainerCallback])
+    return output
+
+
+@pytest.fixture(scope="module")
+def with_callbacks(llama, texts, tmp_path_factory):
+    """The same as a command, with callbacks that write down what they are told."""
     place = tmp_path_factory.mktemp("callbacks")
     assert command(place, llama, texts).returncode == 0
     return place
@@ -169,15 +186,13 @@ def test_a_run_with_callbacks_that_is_killed_records_what_an_undisturbed_one_doe
     assert rest == told(with_callbacks)[-len(rest) :]
 
 
-def test_steps_that_are_repeated_after_a_loss_are_recorded_once(
-    llama, texts, tmp_path, with_callbacks
-):
+def test_steps_that_are_repeated_after_a_loss_are_recorded_once(llama, texts, tmp_path, reported):
     config = configuration(tmp_path / "run", llama, texts, **REPORTED)
     notes = Killer({3: (2,), 6: (1,)})
     train(config, progress=notes, callbacks=[TrainerCallback])
     assert len([line for line in notes.lines if "training goes on after step" in line]) == 2
-    assert recorded(tmp_path / "run") == recorded(with_callbacks / "run")
-    assert_same(weights(tmp_path / "run"), weights(with_callbacks / "run"))
+    assert recorded(tmp_path / "run") == recorded(reported)
+    assert_same(weights(tmp_path / "run"), weights(reported))
 
 
 @LONG
@@ -275,7 +290,8 @@ def test_f30_memory_that_runs_out_again_or_in_a_commit_ends_the_run(
 def test_a_coordinator_that_is_killed_goes_on_with_the_same_command(llama, texts, tmp_path, whole):
     """At one place; faults/test_kill_matrix.py has all of them."""
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(configuration(tmp_path / "run", llama, texts).to_dict()))
+    config = configuration(tmp_path / "run", llama, texts, [("local", 3), (1, 6)])
+    file.write_text(json.dumps(config.to_dict()))
     words, failpoint = ("train", "--config", str(file)), "coordinator/commit-done@5"
     killed = hetero(*words, env={**os.environ, "HETERO_FAILPOINT": failpoint})
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr

@@ -53,7 +53,9 @@ def evals(output: Path) -> list[tuple]:
     ]
 
 
-@pytest.mark.parametrize("adapter", [LORA, None], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    "adapter", [LORA, pytest.param(None, marks=pytest.mark.long)], ids=["lora", "full"]
+)
 def test_resume_under_other_plans_equals_the_uninterrupted_run(adapter, config, tmp_path):
     sections = {"adapter": adapter, "training": {"eval_steps": 3}}
     train(config("whole", [3], **sections))

@@ -207,7 +207,7 @@ def test_rows_that_can_be_read_once_are_not_looked_at(configured):
         (lambda: {"adapter": 3}, "adapter: an object of the class int is not"),
         (lambda: {"adapter": IA3Config()}, "IA3Config is not taken"),
         (lambda: {"adapter": AdaLoraConfig(total_step=9)}, "AdaLoraConfig is not taken"),
-        (lambda: {"adapter": with_typo(LoraConfig())}, "learning_rat: 3"),
+        (lambda: {"adapter": with_typo(LoraConfig())}, "learning_rat: 3: no field of a version"),
         (lambda: {"training": SFTConfig}, "training: an object of the class type is not"),
         (lambda: {"training": "fast"}, "training: an object of the class str is not"),
         (lambda: {"training": with_typo(SFTConfig(**CPU))}, "learning_rat: 3"),

@@ -165,6 +165,9 @@ def test_unknown_option_prints_the_usage_of_its_command(capsys):
     text = capsys.readouterr().err
     assert text.startswith("usage: hetero check")
     assert "hetero check: error: unrecognized arguments: --confg x.json" in text
+    with pytest.raises(SystemExit):
+        cli.main(["check", "runs/first"])
+    assert "runs/first; did you mean --config runs/first?" in capsys.readouterr().err
 
 
 def test_option_in_front_of_its_command_is_told_where_it_goes(capsys):

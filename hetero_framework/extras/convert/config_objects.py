@@ -14,6 +14,7 @@ from hetero_framework.errors import ConfigError
 from hetero_framework.extras.convert import convert
 
 _REFUSED = (convert.NEVER, convert.BY_HAND, convert.UNKNOWN)
+_OF_NO_VERSION = "no field of a version of peft, transformers or TRL that is known here"
 # Fields of an adapter's configuration that say what it is, not how it trains.
 _OF_PEFT = ("peft_type", "task_type", "base_model_name_or_path", "inference_mode", "peft_version")
 
@@ -47,7 +48,11 @@ def sections_of(adapter: Any, training: Any, known: Mapping[str, Any]) -> dict[s
             del conversion.settings[path]
     if wrong := [row for row in asked if row.status in _REFUSED]:
         raise ConfigError(
-            "\n".join(f"{row.key}: {row.value!r}: {row.why}" for row in wrong),
+            "\n".join(
+                f"{row.key}: {row.value!r}: "
+                + (_OF_NO_VERSION if row.status == convert.UNKNOWN else row.why)
+                for row in wrong
+            ),
             hint="leave these out of the config objects",
         )
     return conversion.sections(str)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from hetero_framework.log import at_work
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.files.quantization import check_devices, stored_quantization
 from hetero_framework.models.files.source import ModelSource
+from hetero_framework.models.sizing.memory import StageMemory
 from hetero_framework.units import bit_rate, share, size
 
 DEFAULT_BANDWIDTH = "1Gbit/s"
@@ -73,7 +75,8 @@ def estimate_fleet(
     # The plan in the file does not count: any of these processes may hold layers.
     fleet = config.with_changes(shard_plan=AUTO)
     check_devices(fleet, model, {id: _no_four_bit(known[id]) for id in ids})
-    works = config.per_quantization(ids, lambda id: model_work(fleet.held_by(id), model))
+    with _one_thread():
+        works = config.per_quantization(ids, lambda id: model_work(fleet.held_by(id), model))
     profile = profile_of(
         config,
         {id: works[id].memory for id in ids},
@@ -86,7 +89,21 @@ def estimate_fleet(
     about["assumed"] += source.stored_lines()
     if not all(part.counted for part in works["local"].memory):
         about["assumed"].append("what layers store of a micro-batch is unknown and left out")
-    return profile, {**about, "job": _job(config, model, ids)}
+    job = _job(config, model, ids)
+    if hasattr(model.get_text_config(), "num_attention_heads"):
+        job["decoding"] = {str(id): _decoding(works[id], known[id], model, job) for id in ids}
+    return profile, {**about, "job": job}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread in the block: on tiny tensors others would wait, and cost as much."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _link(device: KnownDevice) -> HostLink:
@@ -195,6 +212,52 @@ def pace(job: Mapping[str, Any], step_s: float) -> dict[str, float]:
     per_s = tokens / step_s if step_s > 0 else math.inf
     whole = job["epoch_tokens"] or 1_000_000
     return {"tokens_per_s": per_s, "tokens": whole, "hours": whole / per_s / 3600}
+
+
+def _decoding(
+    work: ModelWork, device: KnownDevice, model: PretrainedConfig, job: Mapping[str, Any]
+) -> dict[str, float]:
+    """Seconds of the next tokens of a group, which is a micro-batch of texts, in a layer and in the
+    head. `cache_bytes` is what a layer keeps of the group in the end."""
+    share_of_tokens = 1 / job["max_length"]
+
+    def seconds(piece: PartWork, memory: StageMemory) -> float:
+        flops = piece.forward_flops * share_of_tokens
+        given = flops, memory.weights, piece.unpacked
+        return device.seconds(*given, half=work.half, width=work.width, tensors=piece.tensors)
+
+    text = model.get_text_config()
+    heads = text.num_attention_heads
+    kept = getattr(text, "num_key_value_heads", None) or heads
+    width = getattr(text, "head_dim", None) or work.width // heads
+    numbers = 2 * kept * width * job["rows"] * job["max_length"]
+    return {
+        "layer_s": seconds(work.layers[0], work.memory[1]),
+        "head_s": seconds(work.head, work.memory[-1]),
+        "cache_bytes": numbers * getattr(torch, work.dtype).itemsize,
+    }
+
+
+def rollouts(job: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A step of GRPO under a plan: its micro-batches are groups of texts, which are sampled up to
+    max_length and then trained on. Tokens per second of sampling, the seconds of the whole step,
+    and the bytes of caches by process. Raises UserError for a model without attention."""
+    if "decoding" not in job:
+        raise UserError("sampling by a model without attention is not estimated")
+    stages, groups = facts["shard_plan"], job["micro_batches"]
+    at_once = min(groups, 2 * len(stages))
+    times, caches = [], dict.fromkeys((str(entry["id"]) for entry in stages), 0)
+    for k, entry in enumerate(stages):
+        one, layers = job["decoding"][str(entry["id"])], entry["end"] - entry["start"]
+        times.append(layers * one["layer_s"] + one["head_s"] * (k == len(stages) - 1))
+        caches[str(entry["id"])] += layers * at_once * one["cache_bytes"]
+    hops = [b["latency_s"] + b["activation_s"] / job["max_length"] for b in facts["boundaries"]]
+    # A group's next tokens wait for the last ones to come all the way round.
+    round_s = sum(times) + sum(hops) + sum(b["latency_s"] for b in facts["boundaries"][:1])
+    per_s = job["rows"] / max(*times, *hops, round_s / at_once)
+    sampling_s = groups * job["rows"] * job["max_length"] / per_s
+    step_s = sampling_s + facts["predicted_step_s"]
+    return {"tokens_per_s": per_s, "step_s": step_s, "caches": caches}
 
 
 def _about(

@@ -19,6 +19,7 @@ from hetero_framework.errors import ConfigError, UserError
 from hetero_framework.extras.planner import FleetProfile, Result, evaluate, plan
 from hetero_framework.extras.planner.planning import ALLOWED, compared
 from hetero_framework.extras.planner.result import save_plan
+from hetero_framework.log import at_work
 from hetero_framework.security.access import Access
 from hetero_framework.tables import Part, lines, table
 from hetero_framework.units import count, plural, seconds, share, size
@@ -277,10 +278,22 @@ def _estimate_lines(about: Mapping[str, Any]) -> tuple[Part, ...]:
             f" {plural(job['micro_batches'], 'micro-batch')} in a step",
             f"  {_spread('{:,.0f}'.format, pace['tokens_per_s'], about, ' tokens/s')}; {what} takes"
             f" {_spread(_long, pace['hours'], about)}",
+            *_rollout_lines(about),
         ],
         [f"assumed: {line}" for line in about["assumed"]],
         "",
     )
+
+
+def _rollout_lines(about: Mapping[str, Any]) -> Iterator[str]:
+    """What sampling adds, if it was asked for."""
+    if (found := about.get("rollouts")) is not None:
+        speed = _spread("{:,.0f}".format, found["tokens_per_s"], about, " tokens/s")
+        step = _spread(seconds, found["step_s"], about)
+        yield f"  sampling: {speed}; with it a step takes {step}"
+        kept = found["caches"].items()
+        sizes = ", ".join(f"{process_name(id)} {size(each)}" for id, each in kept)
+        yield f"  its caches, beside what the plan counts: {sizes}"
 
 
 def _long(hours: float) -> str:
@@ -364,10 +377,11 @@ def plan_run(config: Config, access: Access | None = None) -> Config:
     """The configuration with a plan for its machines, which are measured for it. The plan is
     written into `output_dir`, and workers that it leaves out are told. Raises what `measure_fleet`
     raises, PlanError where nothing fits, and ResourceError where the plan cannot be written."""
-    from hetero_framework.extras.planner.fleet import plan_fleet  # imports torch
-
     _log.info('shard_plan is "auto": the machines are measured, and the run planned for them')
-    result = plan_fleet(config, partial(_logged_plan, config), access=access)
+    with at_work("measuring the machines"):
+        from hetero_framework.extras.planner.fleet import plan_fleet  # imports torch
+
+        result = plan_fleet(config, partial(_logged_plan, config), access=access)
     planned = config.with_changes(shard_plan=result.to_dict()["shard_plan"])
     save_plan(planned, result)
     return planned

@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 
+from hetero_framework import log
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config
 from hetero_framework.data.tokenizer import load_tokenizer
@@ -35,17 +37,27 @@ from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.files.export import OutputDirectory, write_adapter
 from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.library import quiet_libraries
+from hetero_framework.models.sizing.memory import estimate_memory
 from hetero_framework.models.verify.equivalence import admit, admit_adapter, why_not_chunked
 from hetero_framework.security.access import Access
 from hetero_framework.trainer.checkpoint import CheckpointReader, CheckpointStore, durable_store
 from hetero_framework.trainer.continuation import versions
 from hetero_framework.trainer.durable import DurableSteps, NamedTensors, load_by_name, write_state
-from hetero_framework.trainer.setup import largest_boundary, largest_frame, load_initial_adapter
+from hetero_framework.trainer.resolution import Resolved
+from hetero_framework.trainer.setup import (
+    Prepared,
+    fit_devices,
+    largest_boundary,
+    largest_frame,
+    load_initial_adapter,
+)
 from hetero_framework.trainer.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 _MOST_TOKENS = 1 << 15
 _ALPHA = 32
+FAULTS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a mistake of this program raises in a call; any other exception ends the server."""
 _ADAM = ("beta1", "beta2", "eps", "weight_decay")
 T = TypeVar("T")
 
@@ -69,7 +81,9 @@ class CalledModel:
     """
 
     def __init__(self, config: Config, cluster: Cluster, source: ModelSource) -> None:
+        """Starts the processes."""
         self._given, self._cluster, self._source = config, cluster, source
+        self._facts = cluster.start(config.plan.owners)
         self.tokenizer = load_tokenizer(config)
         text = source.config.get_text_config()
         longest = getattr(text, "max_position_embeddings", None)
@@ -93,12 +107,13 @@ class CalledModel:
         self._plan = plan_adapter(self._source.config, _adapter(config), config.base_dir)
         if config.training.verify_architecture:
             admit_adapter(self._source.config, self._plan)
+        config, self._in_flight = self._fitted(config)
         self._config, self._step, self.done = config, TrainState(), 0
         store = durable_store(config)
         kept = store.complete_steps() if goes_on else []
         if not goes_on:
             store.remove()
-        self._cluster.assemble(config)
+        self._cluster.assemble(config, self._in_flight)
         self._durable = DurableSteps(config, self._cluster, self._manifest)
         about = config, self._source.config, self.tokenizer, self._source.generation
         self._generator = Generator(*about, most_tokens=_MOST_TOKENS)
@@ -126,6 +141,16 @@ class CalledModel:
         made = self._given.with_changes(adapter=adapter, training={"seed": seed})
         plan = plan_adapter(self._source.config, _adapter(made), made.base_dir)
         return made.with_changes(adapter=explicit_settings(_adapter(made), plan))
+
+    def _fitted(self, config: Config) -> tuple[Config, tuple[int, ...] | None]:
+        """The configuration with what the memory of the devices decides, and how many micro-batches
+        each stage has memory for. Raises PlanError where a stage does not fit."""
+        row: Any = SimpleNamespace(row_tokens=min(config.row_tokens, self.limits.longest))
+        sizes = {"tokens": row.row_tokens, "plan": self._plan}
+        memory = estimate_memory(config, self._source.config, **sizes)
+        about = self._source, self.tokenizer, row, self._plan, memory, 0, 0
+        fitted = fit_devices(Prepared(Resolved.start(config), *about), self._facts)
+        return fitted.config, fitted.memory_limits
 
     @property
     def durable(self) -> int:
@@ -159,6 +184,7 @@ class CalledModel:
         def attempt() -> T:
             if next(tries):
                 self._go_back()
+            log.set_step(self._step.step + 1)
             return self._cluster.retrying(do)
 
         return self._cluster.recovery.outlive(attempt)
@@ -168,7 +194,7 @@ class CalledModel:
         open_calls, self._open, self._added, self._mine = self._open, [], 0, {}
         state = self._cluster.retrying(self._durable.rewind)
         if state is None:
-            self._cluster.assemble(self._made)
+            self._cluster.assemble(self._made, self._in_flight)
             state = TrainState()
         after, done = int(state.group.get("calls", 0)), self.done
         self._step, self.done = state, after
@@ -207,7 +233,7 @@ class CalledModel:
         self._open.append(call)
         try:
             losses = self._exactly(self._add_up)
-        except (UserError, ValueError, TypeError, KeyError):  # the call is answered as refused
+        except (UserError, *FAULTS):  # the call is answered as one that failed
             self._open.pop()
             self._exactly(self._set_aside)
             raise
@@ -318,14 +344,16 @@ class CalledModel:
 
     # -- samples --------------------------------------------------------------------------------
 
-    def sample(self, request: SampleRequest, adapter: Path | None, is_now: bool) -> SampleResult:
-        """The samples of a request, by the weights of an `adapter` (None: of the base model) or, if
-        it `is_now`, by those that are trained. Raises DataError for what the model cannot do."""
+    def sample(
+        self, requests: Sequence[SampleRequest], adapter: Path | None, is_now: bool
+    ) -> list[SampleResult]:
+        """The samples of each request, by the weights of an `adapter` (None: of the base model) or,
+        if it `is_now`, by those that are trained. Raises DataError for what the model cannot do."""
 
-        def run() -> SampleResult:
+        def run() -> list[SampleResult]:
             self._set_aside()
-            do = partial(self._generator.sample, self._cluster, [request], step=self._step.step)
-            return (do() if is_now else self._with_weights(adapter, do))[0]
+            do = partial(self._generator.sample, self._cluster, requests, step=self._step.step)
+            return do() if is_now else self._with_weights(adapter, do)
 
         return self._exactly(run)
 
@@ -379,7 +407,9 @@ def prepared(config: Config) -> tuple[Config, ModelSource]:
     if config.adapter is not None:
         _log.info("the adapter of the configuration is not used: clients say rank and modules")
     quiet_libraries(training.log_level)
-    changes = {"objective": "calls", "max_grad_norm": 0.0}
+    changes: dict[str, Any] = {"objective": "calls", "max_grad_norm": 0.0}
+    # A call has any number of micro-batches; the check of the memory counts those under way.
+    changes["gradient_accumulation_steps"] = 2 * len(config.shard_plan)
     config = config.with_changes(adapter=None, training=changes)
     source = ModelSource.of(config)
     config.plan.covers(introspect(source.config).num_layers)

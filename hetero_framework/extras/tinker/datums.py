@@ -5,6 +5,7 @@ Shapes: B rows of a micro-batch, S tokens of its longest example.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,20 +24,27 @@ from hetero_framework.extras.tinker.token_losses import (
 )
 
 _TARGETS = "target_tokens"
+_MESSAGES = {
+    "asample": "SampleRequest",
+    "create_model": "CreateModelRequest",
+    "load_weights": "LoadWeightsRequest",
+    "save_weights": "SaveWeightsRequest",
+    "save_weights_for_sampler": "SaveWeightsForSamplerRequest",
+}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The model's number of tokens, and the most tokens of an example (None: no limit)."""
+    """The model's number of tokens, and the most tokens of an example."""
 
     vocabulary: int
-    longest: int | None
+    longest: int
 
     def check(self, tokens: np.ndarray, what: str) -> None:
         """Raise UserError for token ids that the model does not have, or too many of them."""
         if len(tokens) == 0:
             raise UserError(f"{what} has no tokens")
-        if self.longest is not None and len(tokens) > self.longest:
+        if len(tokens) > self.longest:
             raise UserError(f"{what} has {len(tokens)} tokens, the model takes {self.longest}")
         wrong = tokens[(tokens < 0) | (tokens >= self.vocabulary)]
         if len(wrong):
@@ -50,6 +58,34 @@ class CallExamples:
 
     batches: list[MicroBatch]
     lengths: list[int]
+
+
+def message_of(kind: str, body: bytes) -> Any:
+    """A request as the client's own types read it: a ForwardBackwardRequest, or a dict in which
+    what the client left out has its default. Raises UserError."""
+    from google.protobuf.message import DecodeError
+    from pydantic import ValidationError
+    from tinker import types
+    from tinker.proto import tinker_public_pb2 as pb
+
+    try:
+        if kind == "forward_backward":
+            return pb.ForwardBackwardRequest.FromString(body)
+        told = dict(json.loads(body or b"{}").items())
+        if kind == "optim_step":
+            told["adam_params"] = types.AdamParams.model_validate(told["adam_params"]).model_dump()
+        elif kind in _MESSAGES:
+            return getattr(types, _MESSAGES[kind]).model_validate(told).model_dump()
+    except ValidationError as error:
+        place = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise UserError(f"{kind}: {place}: {error.errors()[0]['msg']}") from None
+    except KeyError as error:
+        raise UserError(
+            f"{kind}: only Adam's numbers are supported, and {error} is absent"
+        ) from None
+    except (DecodeError, ValueError, AttributeError, RecursionError):
+        raise UserError(f"{kind}: the body cannot be read") from None
+    return told
 
 
 def call_of(request: Any, rows: int, limits: Limits) -> CallExamples:

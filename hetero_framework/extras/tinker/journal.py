@@ -83,13 +83,10 @@ class Journal:
         body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         self._write(f"{entry.number:09d}.answer", [entry.id, is_bytes], body)
 
-    def forget(self, number: int) -> None:
-        """Drop the calls up to `number`, which will not be done again, and old answers."""
-        for path in self._folder.glob("*.call"):
-            if int(path.stem) <= number:
-                path.unlink(missing_ok=True)
-        for path in sorted(self._folder.glob("*.answer"))[:-KEPT_ANSWERS]:
-            path.unlink(missing_ok=True)
+    def forget(self, number: int, *, answer: bool = False) -> None:
+        """Drop a call, which will not be done again, or its `answer`."""
+        path = self._folder / f"{number:09d}.{'answer' if answer else 'call'}"
+        path.unlink(missing_ok=True)
 
     def _write(self, name: str, head: list[Any], body: bytes) -> None:
         path, unfinished = self._folder / name, self._folder / f".{name}.tmp"

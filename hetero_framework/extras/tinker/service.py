@@ -8,40 +8,45 @@ answer. A call that is refused is answered in words, in its turn.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
 import queue
 import re
 import secrets
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from hetero_framework.errors import HeteroError, UserError, in_words
-from hetero_framework.extras.talking.sampling import MOST_SAMPLES, SampleRequest
-from hetero_framework.extras.tinker.called_model import CalledModel, Lora
-from hetero_framework.extras.tinker.datums import answer, call_of
+from hetero_framework.errors import HeteroError, UserError
+from hetero_framework.extras.talking.sampling import MOST_SAMPLES, SampleRequest, SampleResult
+from hetero_framework.extras.tinker.called_model import FAULTS, CalledModel, Lora
+from hetero_framework.extras.tinker.datums import answer, call_of, message_of
 from hetero_framework.extras.tinker.journal import KEPT_ANSWERS, Answer, Journal, KeptCall
 from hetero_framework.trainer.checkpoint import CheckpointStore
 
-SILENCE_S = 600.0
+SILENCE_S = 120.0
 """Seconds without a word of its client after which a session no longer holds the model."""
 KNOWN_VERSIONS = ("0.38.",)
 """Versions of the client whose messages are known."""
 _WAIT_S = 20.0  # of one question for an answer
 _MOST_WAITING = 10_000
 _MAX_TOKENS = 512  # of a sample for which the client names no number
+_SNAPSHOTS = 8  # of weights without a name; each step of a policy gradient makes one
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
 _LASTING = ("create_model", "forward_backward", "optim_step", "load_weights", "save_weights")
 _CHANGING = ("forward_backward", "optim_step", "load_weights")
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Refused(Exception):
@@ -79,6 +84,7 @@ class Service:
         numbers = [number for number, _ in self._answers.values()]
         self._number = max([*self._log, *numbers, 0])
         self._waiting: dict[str, _Waiting] = {}
+        self._seen: dict[str, bytes] = {}  # digests of calls by their ids
         self._queue: queue.Queue[_Waiting] = queue.Queue()
         model.repeat = self._repeat
 
@@ -97,7 +103,7 @@ class Service:
         for number, entry in calls:
             is_new = answers and entry.id not in self._answers
             if after < number <= up_to and (entry.kind in _CHANGING or is_new):
-                result = self._outcome(entry)
+                result = _tried(entry.kind, partial(self._do, entry))
                 if is_new:
                     self._answered(entry, result)
 
@@ -105,23 +111,15 @@ class Service:
         """Do calls until it is time to stop."""
         while not should_stop():
             try:
-                waiting = self._queue.get(timeout=0.2)
+                entries = [self._queue.get(timeout=0.2).entry]
             except queue.Empty:
                 continue
-            self._answered(waiting.entry, self._outcome(waiting.entry))
-
-    def _outcome(self, entry: KeptCall) -> Answer:
-        """Do a call. What a client did wrong becomes its answer."""
-        try:
-            return self._do(entry)
-        except HeteroError as error:
-            if not isinstance(error, UserError):
-                raise
-            hint = f" ({error.hint})" if error.hint else ""
-            return {"error": f"{error.message}{hint}", "category": "user"}
-        except (KeyError, TypeError, ValueError) as error:
-            _log.warning("a call of %s could not be read", entry.kind, exc_info=True)
-            return {"error": f"{entry.kind}: {in_words(error)}", "category": "user"}
+            if entries[0].kind != "asample":
+                self._answered(entries[0], _tried(entries[0].kind, partial(self._do, entries[0])))
+                continue
+            while self._queue.queue and self._queue.queue[0].entry.kind == "asample":
+                entries.append(self._queue.get().entry)
+            self._sample(entries)
 
     def _answered(self, entry: KeptCall, result: Answer) -> None:
         if entry.kind in _LASTING:
@@ -129,7 +127,8 @@ class Service:
         with self._lock:
             self._answers[entry.id] = entry.number, result
             while len(self._answers) > KEPT_ANSWERS:
-                del self._answers[next(iter(self._answers))]
+                number, _ = self._answers.pop(next(iter(self._answers)))
+                self._journal.forget(number, answer=True)
             waiting = self._waiting.pop(entry.id, None)
         if waiting is not None:
             waiting.ready.set()
@@ -139,34 +138,29 @@ class Service:
 
     def _forget(self, number: int) -> None:
         """Drop the calls up to a number: they need not be done again."""
-        self._journal.forget(number)
         with self._lock:
-            self._log = {n: entry for n, entry in self._log.items() if n > number}
+            for old in [n for n in self._log if n <= number]:
+                self._journal.forget(old)
+                del self._log[old]
 
     def _do(self, entry: KeptCall) -> Answer:
-        if entry.kind == "forward_backward":
-            return self._pass(entry)
-        told = json.loads(entry.body)
+        told = message_of(entry.kind, entry.body)
         return getattr(self, f"_do_{entry.kind}")(entry, told)  # type: ignore[no-any-return]
 
-    def _pass(self, entry: KeptCall) -> Answer:
-        from tinker.proto import tinker_public_pb2 as pb
-
-        request = pb.ForwardBackwardRequest.FromString(entry.body)
+    def _do_forward_backward(self, entry: KeptCall, request: Any) -> Answer:
         self._held(request.model_id)
         call = call_of(request, self._model.rows, self._model.limits)
         do = self._model.forward if request.forward_only else self._model.forward_backward
         return answer(call, *do(call))
 
     def _do_create_model(self, entry: KeptCall, told: dict[str, Any]) -> Answer:
-        if told["base_model"] not in (self._name, Path(self._name).name):
+        if not f"/{self._name}".endswith(f"/{told['base_model']}"):
             raise UserError(
                 f"this endpoint has the model {self._name!r}, no {told['base_model']!r}"
             )
-        if (kind := told.get("optimizer_config", {}).get("type", "adamw")) != "adamw":
+        if (kind := told["optimizer_config"]["type"]) != "adamw":
             raise UserError(f"the optimizer {kind!r} is not supported: adamw is")
-        lora = told.get("lora_config") or {"rank": 32}
-        return self._make(entry, told, Lora(**lora))
+        return self._make(entry, told, Lora(**(told["lora_config"] or {"rank": 32})))
 
     def _make(self, entry: KeptCall, told: dict[str, Any], lora: Lora) -> dict[str, Any]:
         if not 1 <= lora.rank <= 4096:
@@ -200,12 +194,8 @@ class Service:
             raise UserError(f"{id} is not the model of this endpoint: {now}")
 
     def _do_optim_step(self, entry: KeptCall, told: dict[str, Any]) -> Answer:
-        from tinker.types import AdamParams
-
         self._held(told["model_id"])
-        if "adam_params" not in told:
-            raise UserError("only Adam's numbers are supported in optim_step")
-        adam = AdamParams.model_validate(told["adam_params"]).model_dump()
+        adam = told["adam_params"]
         if bad := [name for name, value in adam.items() if not math.isfinite(value) or value < 0]:
             raise UserError(f"optim_step: {bad[0]} is {adam[bad[0]]}")
         if bad := [name for name in ("beta1", "beta2") if adam[name] >= 1]:
@@ -263,82 +253,89 @@ class Service:
                 id = f"{told['model_id']}:sample:{told.get('sampling_session_seq_id')}"
                 self._samplers[id] = path
                 made["sampling_session_id"] = id
+                for old in [name for name in self._samplers if ":train:" in name][:-_SNAPSHOTS]:
+                    self._versions.pop(forgotten := str(self._samplers.pop(old)), None)
+                    place = self._place("sampler_weights", forgotten.rpartition("/")[2])
+                    shutil.rmtree(place, ignore_errors=True)
             self._keep()
         return made
 
-    def _do_asample(self, entry: KeptCall, told: dict[str, Any]) -> Answer:
-        path = told.get("model_path")
-        if (session := told.get("sampling_session_id")) is not None:
-            path = self._samplers[session]
+    def _sample(self, entries: Iterable[KeptCall]) -> None:
+        """Do asample calls that wait one behind the other. Those of the same weights are computed
+        together: several prompts keep the stages busy."""
+        together: dict[str | None, list[tuple[KeptCall, SampleRequest]]] = {}
+        for entry in entries:
+            asked = _tried(entry.kind, partial(self._asked, entry))
+            if isinstance(asked, dict):
+                self._answered(entry, asked)
+            else:
+                together.setdefault(asked[0], []).append((entry, asked[1]))
+        for path, calls in together.items():
+            found = _tried("asample", partial(self._sampled, path, [asked for _, asked in calls]))
+            for number, (entry, _) in enumerate(calls):
+                self._answered(entry, found if isinstance(found, dict) else found[number])
+
+    def _sampled(self, path: str | None, asked: list[SampleRequest]) -> list[bytes]:
         adapter = None if path is None else self._saved(path, "sampler_weights")
         if self._holder is None:
             raise UserError("there is no model yet: create_model comes before sampling")
         is_now = path is not None and path.startswith(f"tinker://{self._holder['id']}/")
         is_now = is_now and self._versions.get(path or "") == self._model.done
-        return self._sampled(told, adapter, is_now)
+        return [_sample_response(result) for result in self._model.sample(asked, adapter, is_now)]
 
-    def _sampled(self, told: dict[str, Any], adapter: Path | None, is_now: bool) -> bytes:
-        from tinker.proto import tinker_public_pb2 as pb
-
-        result = self._model.sample(self._asked(told), adapter, is_now)
-        output = pb.SampleResponse()
-        if result.prompt_logprobs is not None:
-            output.prompt_logprobs = _floats(result.prompt_logprobs)
-        for sample in result.samples:
-            sequence = output.sequences.add()
-            ended = sample.stop_reason == "stop"
-            sequence.stop_reason = pb.STOP_REASON_STOP if ended else pb.STOP_REASON_LENGTH
-            sequence.tokens = np.array(sample.tokens, np.int32).tobytes()
-            sequence.logprobs = _floats(sample.logprobs)
-        return bytes(output.SerializeToString())
-
-    def _asked(self, told: dict[str, Any]) -> SampleRequest:
+    def _asked(self, entry: KeptCall) -> tuple[str | None, SampleRequest]:
+        """The path of the weights (None: the base model), and what is to be sampled."""
+        told = message_of("asample", entry.body)
+        path = told["model_path"]
+        if (session := told["sampling_session_id"]) is not None:
+            path = self._samplers[session]
         chunks = told["prompt"]["chunks"]
-        if kinds := [
-            c.get("type") for c in chunks if c.get("type", "encoded_text") != "encoded_text"
-        ]:
+        if kinds := [c["type"] for c in chunks if c["type"] != "encoded_text"]:
             raise UserError(
                 f"a chunk of kind {kinds[0]!r} is not supported: only tokens of text are"
             )
-        prompt = [int(token) for chunk in chunks for token in chunk["tokens"]]
-        self._model.limits.check(np.array(prompt, np.int64), "the prompt")
-        params = told["sampling_params"]
-        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-            if told.get(name):
+        for name in _NO_SAMPLES_OF:
+            if told[name]:
                 raise UserError(f"{name} is not supported")
-        seed, stop = params.get("seed"), params.get("stop")
-        return SampleRequest(
-            tuple(prompt),
-            num_samples=int(told.get("num_samples", 1)),
-            max_tokens=params.get("max_tokens") or _MAX_TOKENS,
-            temperature=params.get("temperature", 1.0),
-            top_k=params.get("top_k", -1),
-            top_p=params.get("top_p", 1.0),
-            seed=secrets.randbits(31) if seed is None else int(seed),
+        params = told["sampling_params"]
+        seed, stop = params["seed"], params["stop"]
+        request = SampleRequest(
+            tuple(int(token) for chunk in chunks for token in chunk["tokens"]),
+            num_samples=told["num_samples"],
+            max_tokens=params["max_tokens"] or _MAX_TOKENS,
+            temperature=params["temperature"],
+            top_k=params["top_k"],
+            top_p=params["top_p"],
+            seed=secrets.randbits(31) if seed is None else seed,
             stop=tuple([stop] if isinstance(stop, str) else stop or ()),
-            prompt_logprobs=bool(told.get("prompt_logprobs")),
+            prompt_logprobs=bool(told["prompt_logprobs"]),
         )
+        request.check(self._model.limits.vocabulary, self._model.limits.longest)
+        return path, request
 
     # -- threads of connections -----------------------------------------------------------------
 
     def handle(self, path: str, body: bytes) -> Answer:
         """Answer a request at `path` of the protocol. Raises Refused."""
-        if path == "forward_backward":
-            return self._promise(path, body, self._id_of_pass(body))
         try:
-            told = json.loads(body or b"{}")
-            assert isinstance(told, dict)
-        except (ValueError, AssertionError, RecursionError):
-            raise Refused(400, "the body is no JSON object") from None
+            told = message_of(path, body)
+        except UserError as error:
+            raise Refused(422 if path in _QUEUED else 400, error.message) from None
         if path in _QUEUED:
-            number = told.get("num_samples", 1) if path == "asample" else 0
-            if not (isinstance(number, int) and 0 <= number <= MOST_SAMPLES):
+            number = told["num_samples"] if path == "asample" else 1
+            if not 1 <= number <= MOST_SAMPLES:
                 raise Refused(422, f"num_samples is no number from 1 to {MOST_SAMPLES}")
-            promise = self._promise(path, body, self._id_of(path, told))
-            if number:
+            id = self._id_of(path, told)
+            self._check_is_one(id, _digest(told))
+            promise = self._promise(path, body, id)
+            if path == "asample":
                 ids = [f"{promise['request_id']}:{k}" for k in range(number)]
                 promise["sample_sequence_ids"] = ids
             return promise
+        if path.startswith("samplers/"):
+            return self._sampler(path.removeprefix("samplers/"))
+        if found := re.fullmatch("sessions/([^/]+)/finish", path):
+            return self._finish(found[1])
         at_once = getattr(self, f"_at_{path.replace('/', '_')}", None)
         if at_once is None:
             raise Refused(404, f"{path} is not served here")
@@ -347,29 +344,20 @@ class Service:
         except (KeyError, TypeError) as error:
             raise Refused(422, f"{path}: the field {error} is absent or wrong") from None
 
-    def _id_of_pass(self, body: bytes) -> str:
-        from google.protobuf.message import DecodeError
-        from tinker.proto import tinker_public_pb2 as pb
-
+    def _id_of(self, path: str, told: Any) -> str:
+        if path == "forward_backward":
+            told = {"model_id": told.model_id, "seq_id": told.seq_id}
         try:
-            request = pb.ForwardBackwardRequest.FromString(body)
-        except DecodeError:
-            raise Refused(400, "the body is no ForwardBackwardRequest") from None
-        self._hear(request.model_id)
-        return f"{request.model_id}:{request.seq_id}"
-
-    def _id_of(self, path: str, told: Mapping[str, Any]) -> str:
-        try:
+            if path == "asample":
+                owner, number = told["sampling_session_id"], told["seq_id"]
+                if owner is not None and owner not in self._samplers:
+                    raise Refused(404, f"there is no sampling session {owner!r}")
+                return f"{owner}:{int(number)}"
             if told.get("model_id") is not None:
                 self._hear(told["model_id"])
-                return f"{told['model_id']}:{told['seq_id']}"
-            if path == "asample":
-                session = told["sampling_session_id"]
-                if session is not None and session not in self._samplers:
-                    raise Refused(404, f"there is no sampling session {session!r}")
-                return f"{session}:{told['seq_id']}"
+                return f"{told['model_id']}:{int(told['seq_id'])}"
             self._hear(told["session_id"])
-            return f"{told['session_id']}:train:{told['model_seq_id']}:0"
+            return f"{told['session_id']}:train:{int(told['model_seq_id'])}:0"
         except (KeyError, TypeError) as error:
             raise Refused(422, f"{path}: the field {error} is absent or wrong") from None
 
@@ -380,6 +368,14 @@ class Service:
             if session not in self._sessions:
                 raise Refused(404, f"there is no session {session!r}")
             self._sessions[session] = time.monotonic()
+
+    def _check_is_one(self, id: str, digest: bytes) -> None:
+        """Refuse another call of the same number, which a second client of a session makes."""
+        with self._lock:
+            if self._seen.setdefault(id, digest) != digest:
+                raise Refused(422, f"the call {id} was another one: is there a second client?")
+            while len(self._seen) > _MOST_WAITING:
+                del self._seen[next(iter(self._seen))]
 
     def _promise(self, kind: str, body: bytes, id: str) -> dict[str, Any]:
         """Put a call into the queue, unless it is there or answered; return where to ask for it."""
@@ -461,10 +457,61 @@ class Service:
             self._keep()
         return {"sampling_session_id": id, "type": "create_sampling_session"}
 
+    def _sampler(self, id: str) -> Answer:
+        if id not in self._samplers:
+            raise Refused(404, f"there is no sampling session {id!r}")
+        return {"sampler_id": id, "base_model": self._name, "model_path": self._samplers[id]}
+
+    def _finish(self, session: str) -> Answer:
+        with self._lock:
+            self._sessions.pop(session, None)
+            self._keep()
+        return {}
+
     def _keep(self) -> None:
         """Keep what no call's message says. `_lock` is held."""
         state = {"sessions": [*self._sessions], "model": self._holder}
         self._journal.keep({**state, "samplers": self._samplers, "versions": self._versions})
+
+
+def _tried(kind: str, do: Callable[[], T]) -> T | dict[str, Any]:
+    """What a call gives. If it fails, the client's answer: that it did something wrong, or that
+    something failed here."""
+    try:
+        return do()
+    except UserError as error:
+        hint = f" ({error.hint})" if error.hint else ""
+        return {"error": f"{error.message}{hint}", "category": "user"}
+    except HeteroError:
+        raise
+    except FAULTS:
+        _log.exception("a call of %s failed", kind)
+        return {"error": f"{kind} failed in the server, whose log says more", "category": "server"}
+
+
+def _sample_response(result: SampleResult) -> bytes:
+    from tinker.proto import tinker_public_pb2 as pb
+
+    output = pb.SampleResponse()
+    if result.prompt_logprobs is not None:
+        output.prompt_logprobs = _floats(result.prompt_logprobs)
+    for sample in result.samples:
+        sequence = output.sequences.add()
+        ended = sample.stop_reason == "stop"
+        sequence.stop_reason = pb.STOP_REASON_STOP if ended else pb.STOP_REASON_LENGTH
+        sequence.tokens = np.array(sample.tokens, np.int32).tobytes()
+        sequence.logprobs = _floats(sample.logprobs)
+    return bytes(output.SerializeToString())
+
+
+def _digest(told: Any) -> bytes:
+    """Of a message: what repeats have in common, whatever the order of their fields."""
+    data = (
+        json.dumps(told, sort_keys=True, default=str).encode()
+        if isinstance(told, dict)
+        else (told.SerializeToString(deterministic=True))
+    )
+    return hashlib.sha256(data).digest()
 
 
 def _floats(values: Iterable[float | None]) -> bytes:
@@ -473,3 +520,4 @@ def _floats(values: Iterable[float | None]) -> bytes:
 
 
 _QUEUED = (*_LASTING, "save_weights_for_sampler", "asample")
+_NO_SAMPLES_OF = ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")

@@ -98,9 +98,9 @@ class TokenLosses(ChunkedObjective):
     prediction_counter = item_counter
 
     def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
-        everywhere = {"attention_mask", "position_ids", "positions", "sequence"}
+        of_loss = {RECIPE, *(name for tensors, _ in LOSSES.values() for name in tensors)}
         needed = super().stage_inputs(spec, names)
-        return needed if spec.is_last else [n for n in needed if n in everywhere | {"input_ids"}]
+        return needed if spec.is_last else [name for name in needed if name not in of_loss]
 
     def loss(
         self,

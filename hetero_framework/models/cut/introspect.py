@@ -56,7 +56,7 @@ _SHAPE_ONLY = {
     "zeros_like",
 }
 _PER_LAYER = re.compile(r".*(layer|block)_?types?$")
-_learned: dict[str, ModelStructure] = {}  # by tiny configuration, in this process
+_learned: dict[str, ModelStructure] = {}  # by configuration, in this process
 
 
 @dataclass(frozen=True)
@@ -162,19 +162,30 @@ def introspect(config: PretrainedConfig) -> ModelStructure:
     """Learn the structure of `config`'s model. Raises ArchitectureError when it cannot be cut, or
     when its tiny copy does not run."""
     try:
-        with quiet_library():
-            tiny = shrink(config)
-            key = json.dumps(tiny.to_dict(), sort_keys=True, default=str)
-            if key not in _learned:
-                if (family := family_of(config)) is not None:
-                    _learned[key] = family.structure(config)
-                    return _learned[key]
-                with torch.random.fork_rng(devices=[]):
-                    seed_cpu(0)
-                    _learned[key] = _learn(model_class(tiny), tiny)
-            return _learned[key]
+        asked = as_text(config)
+        if asked not in _learned:  # also for itself: making the tiny one takes 3 ms each time
+            with quiet_library():
+                _learned[asked] = _structure(config)
+        return _learned[asked]
     except LIBRARY_ERRORS as error:
         raise no_tiny_copy(config, error) from error
+
+
+def as_text(config: PretrainedConfig) -> str:
+    """All settings of a model, to remember by them what was found of it."""
+    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+
+
+def _structure(config: PretrainedConfig) -> ModelStructure:
+    if (family := family_of(config)) is not None:
+        structure: ModelStructure = family.structure(config)
+        return structure
+    tiny = shrink(config)
+    if (key := as_text(tiny)) not in _learned:
+        with torch.random.fork_rng(devices=[]):
+            seed_cpu(0)
+            _learned[key] = _learn(model_class(tiny), tiny)
+    return _learned[key]
 
 
 def _learn(cls: type[PreTrainedModel], config: PretrainedConfig) -> ModelStructure:

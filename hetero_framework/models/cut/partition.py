@@ -7,6 +7,7 @@ forward ends where it reaches the part behind the blocks.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,7 +20,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework.config import StageSpec
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.models.cut.introspect import BlockForm, ModelStructure, tied_names
+from hetero_framework.models.cut.introspect import (
+    BlockForm,
+    ModelStructure,
+    as_text,
+    introspect,
+    tied_names,
+)
 from hetero_framework.models.cut.language import (
     PLAIN,
     copy_plain_attributes,
@@ -51,13 +58,24 @@ def ranges_between(bounds: Sequence[int]) -> tuple[ShardRange, ...]:
     return tuple(ShardRange(start, end, k == 0, k == last) for k, (start, end) in spans)
 
 
+_skeletons: dict[str, Skeleton] = {}  # by configuration, in this process
+
+
+def skeleton_of(config: PretrainedConfig) -> Skeleton:
+    """The skeleton of a configuration's model, made once. Raises as `introspect` does."""
+    if (asked := as_text(config)) not in _skeletons:
+        _skeletons[asked] = Skeleton(config, introspect(config))
+    return _skeletons[asked]
+
+
 class Skeleton:
     """The whole model without its weights: names and order of everything in it."""
 
-    def __init__(
-        self, config: PretrainedConfig, structure: ModelStructure, *, sees: bool = False
-    ) -> None:
-        """`sees`: the shard is loaded with the towers, which `set_apart` takes out then."""
+    apart: tuple[str, ...] = ()
+    """The towers that a shard is loaded with, and that `set_apart` takes out then."""
+
+    def __init__(self, config: PretrainedConfig, structure: ModelStructure) -> None:
+        self.structure = structure
         model = meta_model(config)
         blocks: Any = model.get_submodule(structure.blocks)
         if len(blocks) != structure.num_layers:
@@ -70,12 +88,6 @@ class Skeleton:
         self.names = {*self.parameters, *model.state_dict()}
         self.modules = {name: index for index, (name, _) in enumerate(model.named_modules())}
         self.towers = towers(config)
-        self.apart: tuple[str, ...] = ()
-        if sees:
-            self.towers, self.apart = (), self.towers
-            structure = replace(structure, model_class=stock_class(config))
-            self.names.update(on_meta(structure.model_class, config).state_dict())
-        self.structure = structure
         self.tied = tied_names(model)
         self.ties = self._ties_of_places()
         self._local: dict[str, int] = {}
@@ -83,6 +95,14 @@ class Skeleton:
         for name in self.parameters:
             parent = name.rpartition(".")[0]
             self._local[name] = counts[parent] = counts.get(parent, -1) + 1
+
+    def with_towers(self, config: PretrainedConfig) -> Skeleton:
+        """The skeleton for a shard with the towers; parameters have the same places."""
+        seeing, cls = copy.copy(self), stock_class(config)
+        seeing.towers, seeing.apart = (), self.towers
+        seeing.structure = replace(self.structure, model_class=cls)
+        seeing.names = {*self.names, *on_meta(cls, config).state_dict()}
+        return seeing
 
     def parameter_index(self, name: str) -> tuple[int, ...]:
         """A parameter's position in the whole model: (module, place in it). An adapter's parameter

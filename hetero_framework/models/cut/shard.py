@@ -40,10 +40,10 @@ from hetero_framework.models.cut import partition
 from hetero_framework.models.cut.attention import make_known
 from hetero_framework.models.cut.codebooks import for_model
 from hetero_framework.models.cut.family import family_of, head_for
-from hetero_framework.models.cut.introspect import BlockForm, introspect
+from hetero_framework.models.cut.introspect import BlockForm
 from hetero_framework.models.cut.known_masks import knowing, register_known_masks
 from hetero_framework.models.cut.language import lies_in, set_apart
-from hetero_framework.models.cut.partition import Captured, ShardRange, Skeleton
+from hetero_framework.models.cut.partition import Captured, ShardRange, Skeleton, skeleton_of
 from hetero_framework.models.cut.reuse import ReusableModules
 from hetero_framework.models.cut.side import (
     Bundle,
@@ -138,7 +138,7 @@ def build_shard(
         made: Shard = family.build(config, rng, dtype=dtype, device=device, seed=seed)
         return made
     with ONE_AT_A_TIME:
-        whole = Skeleton(config, introspect(config), sees=sees)
+        whole = skeleton_of(config).with_towers(config) if sees else skeleton_of(config)
         partition.check_cut(config, whole, rng)
         targets = [name for name in whole.targets(rng) if not kept.has(name, whole)]
         # A target is loaded from the source that it is tied to, which is then taken out.

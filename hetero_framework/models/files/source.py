@@ -24,7 +24,7 @@ from hetero_framework.models.cut.attention import check_installed, make_known
 from hetero_framework.models.cut.family import family_asked, head_for
 from hetero_framework.models.cut.introspect import introspect, tied_names
 from hetero_framework.models.cut.language import lies_in, meta_model, model_class, towers
-from hetero_framework.models.cut.partition import Skeleton
+from hetero_framework.models.cut.partition import Skeleton, skeleton_of
 from hetero_framework.models.cut.tiny import config_for, task_of
 from hetero_framework.models.files.weights import (
     Checkpoint,
@@ -214,7 +214,7 @@ class ModelSource:
             return []
         if (family := family_asked(self.model)) is not None:
             return family.new_weights(self.config)
-        whole = Skeleton(self.config, introspect(self.config))
+        whole = skeleton_of(self.config)
         return new_names(whole, meta_model(self.config), self.checkpoint)
 
     def stored_lines(self) -> list[str]:

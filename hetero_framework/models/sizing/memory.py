@@ -31,7 +31,7 @@ from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
 from hetero_framework.models.cut.language import lies_in, meta_model, on_meta
 from hetero_framework.models.cut.objectives import objective_of
-from hetero_framework.models.cut.partition import ShardRange, Skeleton
+from hetero_framework.models.cut.partition import ShardRange, skeleton_of
 from hetero_framework.models.cut.tiny import stock_class
 from hetero_framework.models.files.quantization import (
     modules_left_alone,
@@ -370,7 +370,7 @@ class Shapes:
         """`quantizes`: weights of the model are quantised, here or on other machines."""
         whole = meta_model(config)
         self._config, self._plan = config, plan
-        self.skeleton = Skeleton(config, introspect(config))
+        self.skeleton = skeleton_of(config)
         self.text = config.get_text_config()
         stored: Any = config.dtype or torch.float32
         dtype = stored if model.dtype == "auto" else getattr(torch, model.dtype)

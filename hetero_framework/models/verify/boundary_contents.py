@@ -16,7 +16,7 @@ from hetero_framework.errors import ConfigError
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.cut.introspect import ModelStructure, introspect
 from hetero_framework.models.cut.language import meta_model
-from hetero_framework.models.cut.partition import ShardRange, Skeleton
+from hetero_framework.models.cut.partition import ShardRange, skeleton_of
 from hetero_framework.models.cut.side import Form, Side
 from hetero_framework.models.cut.tiny import PROBE_ROWS, PROBE_TOKENS
 from hetero_framework.models.sizing.footprint import Setting, bundle_forms
@@ -53,7 +53,7 @@ def _tied_lines(config: Config, model: PretrainedConfig) -> list[str]:
     """Lines on weights in several processes, see `engine/ties.py`; none for a run of an adapter."""
     if config.adapter is not None:
         return []
-    whole, lines = Skeleton(model, introspect(model)), []
+    whole, lines = skeleton_of(model), []
     for source in dict.fromkeys(whole.ties.values()):
         targets = [target for target, other in whole.ties.items() if other == source]
         home, *owners = (

@@ -36,7 +36,7 @@ from hetero_framework.models.cut.codebooks import for_model
 from hetero_framework.models.cut.family import family_of
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import towers
-from hetero_framework.models.cut.partition import ShardRange, Skeleton, ranges_between
+from hetero_framework.models.cut.partition import ShardRange, ranges_between, skeleton_of
 from hetero_framework.models.cut.shard import Inputs, Shard, build_shard, token_loss
 from hetero_framework.models.cut.side import (
     Bundle,
@@ -227,7 +227,7 @@ def build_both(
             checkpoint = Checkpoint(directory)
         shards = [build_shard(config, checkpoint, rng, dtype=torch.float32) for rng in ranges]
         whole = whole_model(stock, config, checkpoint, torch.float32)
-        drawn = new_names(Skeleton(config, introspect(config)), whole, checkpoint)
+        drawn = new_names(skeleton_of(config), whole, checkpoint)
     for shard in shards:  # a head that the checkpoint lacks: the library draws other numbers
         for name, parameter in shard.model.named_parameters():
             if name in drawn:

@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def configured(pool, llama, tmp_path):
+def configured(pool, llama, tmp_path, verdicts):
     rows = {
         "reward": save_pairs(tmp_path / "pairs.jsonl"),
         "classification": save_rows(tmp_path / "rows.jsonl", KINDS["classes"][0]),

@@ -19,6 +19,7 @@ from hetero_framework.extras.host_memory.optimizer_states import (
     in_groups,
 )
 from hetero_framework.extras.host_memory.visitors import HostTensors
+from tests.cases import spread
 from tests.extras.host_memory.stages import tensors_of
 from tests.extras.host_memory.training import LORA, Training, Watched, config, differences
 
@@ -64,8 +65,7 @@ def states_of(training: Training) -> list[OptimizerStates]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # no paged memory on a CPU
-@pytest.mark.parametrize("adapter", [{}, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize(("optim", "adapter"), spread(OPTIMIZERS, {"full": {}, "lora": LORA}))
 def test_every_optimizer_gives_the_same_bits(optim, adapter):
     if "8bit" in optim or "paged" in optim:
         pytest.importorskip("bitsandbytes")
@@ -119,9 +119,15 @@ def test_loading_brings_three_groups_at_most_to_the_device():
     assert differences(([], parts.state()), ([], training.state())) == []
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_8bit"])
-@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (True, True)])
-def test_a_checkpoint_is_that_of_any_run(optim, before, after):
+@pytest.mark.parametrize(
+    ("optim", "offloads"),
+    spread(
+        ["adamw_torch", "adamw_torch_fused", "adamw_8bit"],
+        [(True, False), (False, True), (True, True)],
+    ),
+)
+def test_a_checkpoint_is_that_of_any_run(optim, offloads):
+    before, after = offloads
     if "8bit" in optim:
         pytest.importorskip("bitsandbytes")
     expected = Training(config([2], optim=optim), Device()).train(4)

@@ -44,7 +44,7 @@ STEPS = 4
 
 
 @pytest.fixture(autouse=True)
-def quorums(nothing_left, monkeypatch):
+def quorums(nothing_left, monkeypatch, verdicts):
     """All islands come to a lighthouse without torchft."""
     monkeypatch.setattr(lighthouse, "SETTLE_S", 0.0)
     monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", LinkDeadlines())
@@ -157,7 +157,11 @@ def test_two_islands_of_any_plans_are_one_training(pool, settings, tmp_path, mon
 
 
 @needs("streams")
-@pytest.mark.parametrize("section", [{}, {"sync_steps": 2}], ids=["every step", "rounds"])
+@pytest.mark.parametrize(
+    "section",
+    [{}, pytest.param({"sync_steps": 2}, marks=pytest.mark.long)],
+    ids=["every step", "rounds"],
+)
 def test_islands_deal_the_samples_of_a_stream(section, pool, settings, tmp_path):
     """A stream in order has the samples of a file in order."""
     texts = save_texts(tmp_path / "texts.jsonl", 60)

@@ -13,6 +13,7 @@ import pytest
 
 from hetero_framework.data.train_data import TrainData, load_data
 from hetero_framework.errors import ConfigError, DataError
+from tests.cases import spread
 from tests.unit.data_helpers import make_config, tiny_tokenizer, write_jsonl
 
 MIXED = {"mixing": "interleave"}
@@ -112,9 +113,11 @@ def test_each_token_of_a_micro_batch_is_marked(tmp_path, packing):
     assert found == {*SIZES}
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("eval_sets", ["eval.jsonl", {"one": "eval.jsonl", "two": "code.jsonl"}])
-def test_evaluation_files_are_of_no_source(tmp_path, streaming, eval_sets):
+@pytest.mark.parametrize(
+    ("eval_sets", "streaming"),
+    spread(["eval.jsonl", {"one": "eval.jsonl", "two": "code.jsonl"}], [False, True]),
+)
+def test_evaluation_files_are_of_no_source(tmp_path, eval_sets, streaming):
     write_jsonl(tmp_path / "eval.jsonl", rows("eval", 60))  # more than there are to train on
     tiny_tokenizer().save_pretrained(tmp_path / "model")  # which the stream's process reads
     section = {"train": sources(), "eval": eval_sets, "max_length": 48, "streaming": streaming}

@@ -38,7 +38,9 @@ def of_sources(output: Path) -> list[dict[str, float]]:
     return [each for each in found if each]
 
 
-@pytest.mark.parametrize("packing", [{}, {"packing": True}, {"padding_free": True}])
+@pytest.mark.parametrize(
+    "packing", [{}, {"packing": True}, pytest.param({"padding_free": True}, marks=pytest.mark.long)]
+)
 def test_are_those_of_the_model(pool, losses, llama, section, tmp_path, capsys, packing):
     section |= packing
     training = {"max_steps": 3, "learning_rate": 1e-4, "eval_on_start": True, "logging_steps": 1}

@@ -25,7 +25,7 @@ from hetero_framework.models.cut.partition import ranges_between
 from hetero_framework.models.cut.tiny import stock_class, tiny_config
 from hetero_framework.models.files.weights import Checkpoint
 from hetero_framework.models.verify.equivalence import compare
-from tests.cases import seldom
+from tests.cases import seldom, spread
 from tests.samples import save_multimodal
 from tests.unit.adapter_helpers import chain_logits, shards, stock_logits
 
@@ -53,8 +53,12 @@ def test_the_original_class_trains_as_its_language_part(name):
     assert compare(config, ranges_between([0, 2, 5, 6])).verdict == "bit-equal"
 
 
-@pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", *list(TOWERS)[2:3]])
-@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "many"])
+@pytest.mark.parametrize(
+    ("name", "sharded"),
+    spread(
+        ["Gemma3ForConditionalGeneration", *list(TOWERS)[2:3]], {"one file": False, "many": True}
+    ),
+)
 def test_no_tensor_of_a_tower_is_read(name, sharded, monkeypatch, tmp_path):
     changes = {"max_shard_size": "100KB"} if sharded else {}
     base = save_multimodal(tmp_path / "base", name, **changes)

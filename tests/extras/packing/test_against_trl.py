@@ -46,7 +46,7 @@ def saved(model_type: str, folder: Path) -> Path:
     [
         ("llama", "bfd", True),
         pytest.param("llama", "bfd_split", False, marks=pytest.mark.long),
-        ("llama", "wrapped", True),
+        pytest.param("llama", "wrapped", True, marks=pytest.mark.long),
         *[pytest.param(name, "bfd", True, marks=pytest.mark.long) for name in _OTHERS],
         *[pytest.param(name, "bfd_split", False, marks=pytest.mark.long) for name in _OTHERS],
     ],

@@ -116,7 +116,10 @@ def test_losses_metrics_and_weights_are_those_of_trl(case, alone, model, tmp_pat
     assert_close(weights(config.output_dir), trained_weights(theirs.model), atol=1e-5)
 
 
-@pytest.mark.parametrize("training", [{}, {"fp16": True, "gradient_checkpointing": True}])
+@pytest.mark.parametrize(
+    "training",
+    [pytest.param({}, marks=pytest.mark.long), {"fp16": True, "gradient_checkpointing": True}],
+)
 def test_every_cut_gives_the_bits_of_one_process(training, losses, model, tmp_path):
     data, others = settings_of("bfd", tmp_path)
     sections = {"model": {"name_or_path": str(model)}, "data": data}

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hetero_framework.cli import main
 from hetero_framework.extras.planner import estimate, load_profile
@@ -99,6 +101,19 @@ def test_the_configuration_lists_the_devices(model, estimated):
     for words in (named[:4], named):
         found = estimated(*words, "--exclude", "box")
         assert [device["id"] for device in found["estimate"]["devices"]] == ["local", 1]
+
+
+def test_tiny_copies_are_computed_on_one_thread(estimated, monkeypatch):
+    seen, work = [], estimate.model_work
+    counted = lambda *given: seen.append(torch.get_num_threads()) or work(*given)  # noqa: E731
+    monkeypatch.setattr(estimate, "model_work", counted)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        estimated("--model", "./model", "--device", "local=RTX 4090")
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_dry_run_is_labelled_as_an_estimate(printed):
@@ -345,3 +360,26 @@ def test_trained_layers_visit_when_the_engine_does_so(estimated, monkeypatch):
     # Weights twice, gradients once, two states twice, all in 16 bits; layer_bytes is four of them.
     moved = [7 * nbytes / 4 for nbytes in now.layer_bytes]
     assert then.layer_step_bytes == pytest.approx(moved, rel=1e-4)  # a layer's buffers come, too
+
+
+def test_sampling_and_a_step_of_grpo_are_estimated(model, estimated, printed):
+    job = ["--adapter", "lora", "--max-length", "512", "--batch-size", "8", "--workload", "grpo"]
+    words = ["--model", "./model", "--device", "local=RTX 4090", *job]
+    found = estimated(*words)
+    sampling = found["estimate"]["rollouts"]
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(LlamaConfig(**FIELDS))
+        ids = torch.zeros((8, 512), dtype=torch.int64)
+        cache = whole(input_ids=ids, use_cache=True).past_key_values
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    groups = found["estimate"]["job"]["micro_batches"]
+    assert sampling["caches"] == {"local": min(groups, 2) * kept}
+    read = sum(p.nbytes for name, p in whole.named_parameters() if "embed" not in name)
+    assert 0 < sampling["tokens_per_s"] <= 8 * 1008e9 / read  # each token reads all weights
+    texts = groups * 8 * 512 / sampling["tokens_per_s"]
+    assert sampling["step_s"] == pytest.approx(texts + found["predicted_step_s"])
+    more = estimated(*[word if word != "8" else "16" for word in words])
+    assert more["estimate"]["rollouts"]["tokens_per_s"] > 1.5 * sampling["tokens_per_s"]
+    assert "sampling: " in printed(*words)
+    assert "its caches, beside what the plan counts: coordinator " in printed(*words)
+    assert "rollouts" not in estimated(*words[:-2])["estimate"]

@@ -28,7 +28,7 @@ MACHINE = {"ip": "127.0.0.1", "device": DEVICE}
 
 
 @pytest.fixture
-def raw(pool, tmp_path, llama, texts):
+def raw(pool, tmp_path, llama, texts, verdicts):
     data = {"train": str(texts), "max_length": 64}
     return pool.config(tmp_path / "run", [1, 2], model={"name_or_path": str(llama)}, data=data)
 

@@ -15,7 +15,6 @@ import pytest
 from hetero_framework.config import Config
 from hetero_framework.errors import CallbackError, ConfigError
 from hetero_framework.trainer.coordinator import train
-from tests.cases import seldom
 from tests.extras.preferences.test_preference_runs import KTO, save_pairs, save_ratings
 from tests.faults.final_state import assert_same_run
 from tests.integration.test_best_model import Ending
@@ -59,11 +58,15 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
 }
-SELDOM = [name for name in CASES if name not in ("chunks_checkpointing_bf16", "orpo", "kto")]
+WAYS: dict[str, dict[str, Any]] = {
+    "two": {"cuts": [3]},
+    "three": {"cuts": [2, 4]},
+    "interleaved": {"cuts": [], "shard_plan": INTERLEAVED},
+}
 
 
 @pytest.fixture
-def configured(pool, llama, tmp_path):
+def configured(pool, llama, tmp_path, verdicts):
     pairs = str(save_pairs(tmp_path / "pairs.jsonl"))
     ratings = str(save_ratings(tmp_path / "ratings.jsonl"))
 
@@ -90,18 +93,21 @@ def trained_by_command(
     return subprocess.run(command, cwd=file.parent, env={**os.environ, **environment}, **how)
 
 
-@pytest.mark.parametrize("case", seldom(CASES, *SELDOM))
-def test_preferences_do_not_depend_on_the_cut(case, configured, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("chunks_checkpointing_bf16", ("three", "interleaved")),
+        ("orpo", ("two",)),
+        ("kto", ("interleaved",)),
+        *(pytest.param(case, tuple(WAYS), marks=pytest.mark.long) for case in CASES),
+    ],
+)
+def test_preferences_do_not_depend_on_the_cut(case, names, configured, tmp_path):
     sections = CASES[case]
     whole = train(configured("whole", [], **sections))
     assert len(set(whole.losses)) == 3
-    ways: dict[str, dict[str, Any]] = {
-        "two": {"cuts": [3]},
-        "three": {"cuts": [2, 4]},
-        "interleaved": {"cuts": [], "shard_plan": INTERLEAVED},
-    }
-    for name, way in ways.items():
-        cut = train(configured(name, way.pop("cuts"), **way, **sections))
+    for name in names:
+        cut = train(configured(name, **WAYS[name], **sections))
         assert cut.losses == whole.losses
         assert read_metrics(tmp_path / name) == read_metrics(tmp_path / "whole")
         told, of_whole = (

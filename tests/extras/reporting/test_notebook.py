@@ -72,7 +72,13 @@ def cell(tmp_path):
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]], ids=["here", "with a worker"])
+@pytest.mark.parametrize(
+    "devices",
+    [
+        pytest.param(["cpu"], marks=pytest.mark.long, id="here"),
+        pytest.param(["cpu"] * 2, id="with a worker"),
+    ],
+)
 def test_an_interrupted_cell_stops_its_run_and_the_kernel_goes_on(devices, cell, tmp_path):
     save_llama(tmp_path / "model", layers=2)
     (port,) = free_ports(1)

@@ -17,7 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from hetero_framework import versions
 from hetero_framework.errors import ModelError
 from hetero_framework.models.files.weights import Checkpoint, read_config
-from tests.cases import seldom
+from tests.cases import seldom, spread
 from tests.extras.stored_formats import writing
 from tests.extras.stored_formats.test_forms import LLAMA, TINY, shards
 
@@ -128,7 +128,9 @@ def dense(request, tmp_path_factory):
 
 @pytest.mark.filterwarnings("ignore:You passed .quantization_config.:UserWarning")
 @pytest.mark.parametrize("dtype", seldom((torch.float32, torch.bfloat16), torch.float32))
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("form", "dense"), spread([*FORMATS], ["llama", "qwen3_moe"]), indirect=["dense"]
+)
 def test_weights_are_those_of_the_library(form, dtype, dense, tmp_path, monkeypatch):
     monkeypatch.setattr("hetero_framework.extras.stored_formats.form._NUMBERS_AT_ONCE", 1)
     name, args = FORMATS[form]

@@ -25,6 +25,7 @@ from hetero_framework.extras.stored_formats.gptq import Gptq
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import build_shard
 from hetero_framework.models.files.weights import Checkpoint, as_loaded, read_config
+from tests.cases import spread
 from tests.extras.stored_formats import writing
 
 TINY = {
@@ -158,8 +159,7 @@ def shards(folder: Path, dtype: torch.dtype, *starts: int) -> dict[str, Tensor]:
     return held
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "dtype"), spread([*FORMS], [torch.float32, torch.bfloat16]))
 def test_shards_hold_the_weights_that_the_files_stand_for(form, dtype, dense, tmp_path):
     weights = stored(form, dense, tmp_path / "stored")
     held = shards(tmp_path / "stored", dtype, 1, 2)

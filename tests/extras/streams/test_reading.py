@@ -14,6 +14,7 @@ import pytest
 from hetero_framework.errors import DataError
 from hetero_framework.extras.streams import reading
 from hetero_framework.extras.streams.reading import batches, mixed, order_seed, source_readers
+from tests.cases import spread
 from tests.unit.data_helpers import make_config, write_jsonl
 
 SHARDS = [40, 7, 25, 1, 33]
@@ -79,8 +80,7 @@ MIXTURES: dict[str, Any] = {
 ALL = {**{name: (train, {}) for name, train in SOURCES.items()}, **MIXTURES}
 
 
-@pytest.mark.parametrize("order", ["random", "sequential"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "order"), spread([*ALL], ["random", "sequential"]))
 def test_resumes_give_the_rows_of_a_run_without(name, order, folder):
     train, mixing = ALL[name]
 

@@ -55,18 +55,24 @@ def test_a_run_that_is_killed_again_and_again_is_the_whole_run(alone, tmp_path):
         assert run.returncode < 0
     train(parts)
     assert result(parts) == result(whole)
+    assert_has_places(parts, 21)
 
 
-@pytest.mark.parametrize("step", [pytest.param(7, marks=pytest.mark.long), 21])
+def assert_has_places(config: Config, step: int) -> None:
+    manifest = json.loads((config.checkpoints / f"step_{step}" / "manifest.json").read_text())
+    assert manifest["stream"]["places"][0] == [0, None]
+    assert len(manifest["stream"]["shards"]) == 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", [7, 21])
 def test_a_checkpoint_has_the_place_of_the_stream(step, alone, tmp_path):
     config = make(alone, tmp_path, "run")
     train(config)
     before = result(config)
     train(config, resume=step)
     assert result(config) == before
-    manifest = json.loads((config.checkpoints / f"step_{step}" / "manifest.json").read_text())
-    assert manifest["stream"]["places"][0] == [0, None]
-    assert len(manifest["stream"]["shards"]) == 3
+    assert_has_places(config, step)
 
 
 def test_a_stream_in_order_trains_as_the_file_does(alone, tmp_path):

@@ -112,8 +112,16 @@ def test_a_folder_of_the_cache_of_datasets_is_read(tmp_path):
         ("a.csv", b"a,b\n", r"a\.csv holds no example"),
         ("a.csv", b"", r"a\.csv holds no example"),
         ("a.csv", b"a\n" + b"x" * (16 * 2**20 + 1), r"a\.csv:2: the line is longer than 16 MiB"),
-        ("a.csv", b"a\n1\n" + b'"x\n",' * 2**22, r"a\.csv:3: the row is longer than 16 MiB"),
-        ("a.csv", b'a\n"' + b"x\n" * 2**24, r"a\.csv:2: the row is longer than 16 MiB"),
+        (
+            "a.csv",
+            b"a\n1\n" + (b'"%s\n",' % (b"x" * 252)) * 2**17,
+            r"a\.csv:3: the row is longer than 16 MiB",
+        ),
+        (
+            "a.csv",
+            b'a\n"' + (b"x" * 2**10 + b"\n") * 2**14,
+            r"a\.csv:2: the row is longer than 16 MiB",
+        ),
         ("a.feather", b"FEA2" + b"\0" * 99, r"a\.feather: damaged Arrow file after row 0"),
         ("a.arrow.gz", gzip.compress(b"ARROW1", mtime=0), r"a\.arrow\.gz is a compressed table"),
     ],

@@ -29,7 +29,7 @@ ASKED = ("red green", "the old house")
 
 
 @pytest.fixture
-def trained(pool, tmp_path):
+def trained(pool, tmp_path, verdicts):
     """The configuration of a run that is done: three stages, a chat template, an adapter."""
     model = save_llama(tmp_path / "model", max_position_embeddings=4096)
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -19,7 +19,7 @@ from tests.cases import seldom
 from tests.integration.test_parity import assert_same, weights
 from tests.samples import plan_of, save_tiny
 
-pytestmark = pytest.mark.xdist_group("pool")
+pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("verdicts")]
 
 PROMPTS = ("red green", "the old house on the", "a", "one two three four five six seven eight nine")
 SAMPLING = {"sample_prompts": PROMPTS, "sample_steps": 1, "sample_max_new_tokens": 21}

@@ -38,7 +38,7 @@ ARCHITECTURES = seldom(("llama", "qwen3", "gemma3_text", *SELDOM), *SELDOM)
 
 
 @pytest.fixture
-def sampled(pool, tmp_path):
+def sampled(pool, tmp_path, verdicts):
     """The results of requests, by a model that is cut, in processes."""
 
     def results(

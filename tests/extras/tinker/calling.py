@@ -62,5 +62,4 @@ def called(raw: dict[str, Any]) -> Iterator[CalledModel]:
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     access = access_of(config, "local")
     with cluster_for(config, source, access, "0123456789abcdef") as cluster:
-        cluster.start(config.plan.owners)
         yield CalledModel(config, cluster, source)

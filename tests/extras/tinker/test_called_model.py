@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hetero_framework.errors import UserError
+from hetero_framework.extras.talking.sampling import SampleRequest
 from hetero_framework.extras.tinker.called_model import CalledModel, Lora
 from hetero_framework.extras.tinker.datums import Limits, call_of, logprobs_of
 from tests.extras.tinker.calling import ADAM, called, drawn, request
 from tests.samples import machines_here, save_llama
 
 pytest.importorskip("tinker")
-pytestmark = pytest.mark.xdist_group("pool")
+pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("verdicts")]
 
 SFT = [drawn(1, 3, "weights"), drawn(2, 5, "weights")]
 POLICY = drawn(3, 4, "logprobs", "advantages")
@@ -77,6 +79,8 @@ def train(model: CalledModel, folder: Any, between: Any = lambda: None) -> Trace
     between()
     trace.add(POLICY, "importance_sampling")
     trace.step()
+    asked = SampleRequest((5, 6, 7), num_samples=3, max_tokens=4, seed=1, prompt_logprobs=True)
+    trace.seen.append(model.sample([asked, replace(asked, prompt=(9, 8))], None, True))
     model.export(folder / "after")
     trace.seen.append(load_file(folder / "after/adapter_model.safetensors"))
     return trace
@@ -159,7 +163,7 @@ def test_the_numbers_are_those_of_peft_in_one_process(whole, model):
         assert next(told)["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
         adam.step()
         adam.zero_grad()
-    saved = next(told)
+    _, saved = told  # the samples before the weights
     for name, parameter in peft.named_parameters():
         if parameter.requires_grad:
             mine = saved[name.replace(".default", "")]

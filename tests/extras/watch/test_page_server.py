@@ -266,6 +266,7 @@ def test_one_that_does_not_read_is_given_up(client, told, monkeypatch):
 
 def test_the_number_of_viewers_is_limited(client, told, monkeypatch):
     monkeypatch.setattr(page_server, "_MOST", 2)
+    monkeypatch.setattr(page_server, "_SILENCE_S", 0.1)
     viewers = [client.news() for _ in range(2)]
     for viewer in viewers:
         next(viewer)

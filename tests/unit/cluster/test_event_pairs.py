@@ -215,9 +215,19 @@ def how_it_ends(run: Run) -> PeerLostError | None:
     return None
 
 
-@pytest.mark.parametrize("other", WorkerState, ids=lambda state: state.name)
-@pytest.mark.parametrize("own", WorkerState, ids=lambda state: state.name)
 @pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [
+        pytest.param(
+            *(own, other),
+            id=f"{own.name}-{other.name}",
+            marks=[pytest.mark.long] if (i + j) % 2 else [],
+        )
+        for i, own in enumerate(WorkerState)
+        for j, other in enumerate(WorkerState)
+    ],
+)
 def test_an_event_of_one_worker_while_another_is_busy_is_recovered(event, own, other, stubbed):
     for after in range(RECEIVED):
         states = {1: own, 2: other}

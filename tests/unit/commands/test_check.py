@@ -48,7 +48,7 @@ def raw(tmp_path):
 
 
 @pytest.fixture
-def checked(raw, tmp_path):
+def checked(raw, tmp_path, verdicts):
     """Checks the configuration, after replacing the sections that are given."""
     return lambda **sections: check(Config.from_dict({**raw, **sections}, tmp_path))
 

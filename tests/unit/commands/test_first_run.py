@@ -113,6 +113,7 @@ def test_the_same_options_use_the_file_again_and_others_are_refused(answers, car
         (["--model", "llama", "--data", "train.jsonl", "--set", "training.max_stepz=3"], "unknown"),
         (["--model", "llama", "--config", "other.json"], "leave out --config"),
         (["--data", "train.jsonl", "--adapter", "none"], "--data and --adapter go with --model"),
+        (["--data", "train.jsonl"], "--data goes with --model"),
         (["--model", "llama"], "--model needs training data"),
     ],
 )

@@ -382,6 +382,7 @@ def tiny_folder(tmp_path_factory):
 
 
 @needs("preferences", "classification", "planner")
+@pytest.mark.usefixtures("verdicts")
 @pytest.mark.parametrize(
     ("objective", "adapter", "options"),
     [

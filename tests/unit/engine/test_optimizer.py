@@ -20,6 +20,7 @@ from hetero_framework.engine.optimizer import (
 )
 from hetero_framework.errors import ConfigError
 from hetero_framework.models.adapters.trainable import trainable_parameters
+from tests.cases import spread
 from tests.unit.adapter_helpers import save_model, shards, stock
 from tests.unit.data_helpers import tiny_llama
 
@@ -107,7 +108,7 @@ OPTIMIZERS: dict[str, str | None] = {
 """Every name that is not refused, and arguments."""
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
+@pytest.fixture(scope="module")
 def saved(request, tmp_path_factory):
     """Tied and not; all matrices, embeddings too, are large enough for an 8-bit optimizer."""
     sizes = {"n_positions": 64} if request.param == "gpt2" else {}
@@ -115,7 +116,9 @@ def saved(request, tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optim", "saved"), spread([*OPTIMIZERS], ["gpt2", "llama"]), indirect=["saved"]
+)
 def test_stages_step_as_the_trainers_optimizer_does(optim, saved, tmp_path, monkeypatch):
     # Its exceptions, by positions in an optimizer, outlive the Trainer that wrote them.
     monkeypatch.setattr(bitsandbytes.optim.GlobalOptimManager, "_instance", None)

@@ -165,6 +165,8 @@ def test_commit_is_done_once_and_only_where_the_gradients_are(host):
     take_step(host, INFO)
     with pytest.raises(ProtocolError, match="whose gradients are not here"):
         host.commit(Commit(0, 9, 1e-3, 1.0))
+    with pytest.raises(ProtocolError, match="COMMIT has 3 settings of Adam instead of 4"):
+        host.commit(Commit(0, 1, 1e-3, 1.0, adam=(0.9, 0.95, 1e-8)))
     for _ in range(2):  # the second time over a new link
         host.commit(Commit(0, 1, 1e-3, 1.0))
     [stage] = host.stages

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
+from hetero_framework import log
 from hetero_framework.cluster.cluster import MachineFacts
 from hetero_framework.config import Config
 from hetero_framework.errors import ConfigError, DataError, DeviceError, PlanError
@@ -14,6 +16,7 @@ from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.sizing.memory import estimate_memory
+from hetero_framework.trainer import setup
 from hetero_framework.trainer.resolution import Resolved
 from hetero_framework.trainer.setup import (
     Prepared,
@@ -26,7 +29,7 @@ from hetero_framework.trainer.setup import (
     resolve_loss_chunk,
 )
 from tests.installed import needs
-from tests.samples import plan_of
+from tests.samples import config_for, plan_of
 
 GPT2 = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=16, vocab_size=32)
 LLAMA = LlamaConfig(
@@ -37,6 +40,18 @@ LLAMA = LlamaConfig(
     vocab_size=64,
     max_position_embeddings=16,
 )
+
+
+def test_a_terminal_says_when_a_tiny_copy_is_compared(llama, texts, monkeypatch):
+    shown = []
+    result = SimpleNamespace(subject="a tiny copy", model_type="llama", verdict="bit-equal")
+    monkeypatch.setattr(setup, "admit", lambda *_: shown.append(log._shown) or result)
+    monkeypatch.setattr("sys.stderr", terminal := io.StringIO())
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    sections = {"model": {"name_or_path": str(llama)}, "data": {"train": str(texts)}}
+    setup.prepare(config_for(("local", 3), (1, 6), **sections))
+    assert shown == ["comparing a tiny copy of the model, cut this way, with the whole ..."]
+    assert log._shown == ""
 
 
 def test_check_positions_longer_than_a_learned_table_is_refused():

@@ -163,7 +163,7 @@ runpy.run_module("hetero_framework", run_name="__main__")
 @pytest.mark.parametrize(
     "module", ["hetero_framework.cli", "hetero_framework.versions", "hetero_framework.config.load"]
 )
-@pytest.mark.parametrize("command", ["train", "worker"])
+@pytest.mark.parametrize("command", ["train", "worker", "serve"])
 def test_a_command_is_stopped_in_order_from_its_first_moment(command, module, number):
     """Not by the signal itself: its parent decides by the exit code how to go on."""
     words = [sys.executable, "-c", _AT_IMPORT, module, str(int(number)), command]

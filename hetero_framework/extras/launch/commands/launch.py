@@ -39,13 +39,11 @@ def _way(name: str, help: str) -> Option:
 
 
 OPTIONS = (
-    _way("ssh", "over ssh: a script of its commands"),
+    _way("ssh", "a script that starts all over ssh"),
     _way("slurm", "a batch script for sbatch"),
     _way("compose", "a file for docker compose, on this machine"),
     _way("sky", "tasks for SkyPilot, whose workers dial the coordinator"),
-    flag(
-        "--run", "start all processes and wait; with --ssh (which then writes nothing), --compose"
-    ),
+    flag("--run", "start all processes and wait (--ssh and --compose; --ssh then writes nothing)"),
     *CONFIG,
     *ACCESS,
     IMPORT,
@@ -54,11 +52,11 @@ OPTIONS = (
     repeated(
         "--host",
         "ID=HOST",
-        "--ssh: where ssh reaches a worker (default: its ip) or local, the coordinator",
+        "--ssh: where ssh reaches a worker (default: its ip), or the coordinator (ID: local)",
         dest="hosts",
     ),
     repeated("--ssh-option", "KEY=VALUE", "--ssh: an option of ssh's -o", dest="ssh_options"),
-    value("--directory", "DIR", "--ssh: on the other machines (hetero_launch/NAME)"),
+    value("--directory", "DIR", "--ssh: where on the other machines (hetero_launch/NAME)"),
     value("--hetero", "PATH", "the program on the other machines", default="hetero"),
     repeated("--resources", "ID=TEXT", "options of #SBATCH, or accelerators of SkyPilot"),
     value("train_options", "-- OPTION", "options of hetero train", nargs="*"),

@@ -41,7 +41,7 @@ EXAMPLES = """
     hetero plan --profile fleet.json --evaluate plan.json
     """
 _SOURCES = ("measure", "dry_run", "profile")
-_JOB = ("adapter", "max_length", "batch_size")
+_JOB = ("adapter", "max_length", "batch_size", "workload")
 OPTIONS = (
     *CONFIG,
     IMPORT,
@@ -67,6 +67,11 @@ OPTIONS = (
     ),
     value("--max-length", "N", "with --dry-run: tokens per sample", type=at_least(1)),
     value("--batch-size", "N", "with --dry-run: samples per micro-batch", type=at_least(1)),
+    option(
+        "--workload",
+        choices=("grpo",),
+        help="with --dry-run: also sampling; a micro-batch is the group of texts of one prompt",
+    ),
     repeated(
         "--bandwidth",
         "[ID=]SPEED",
@@ -111,9 +116,12 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.measure:
         described["measured_links"] = profile.to_dict()["links"]
     if about:
-        from hetero_framework.extras.planner.estimate import pace
+        from hetero_framework.extras.planner.estimate import pace, rollouts
 
-        described["estimate"]["pace"] = pace(about["estimate"]["job"], result.predicted_step_s)
+        job = about["estimate"]["job"]
+        described["estimate"]["pace"] = pace(job, result.predicted_step_s)
+        if arguments.workload is not None:
+            described["estimate"]["rollouts"] = rollouts(job, described)
     if arguments.evaluate is None:
         described |= plan_report.compared_machines(profile, wishes, result, config)
     report(arguments, described, plan_report.text)

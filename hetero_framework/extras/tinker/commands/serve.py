@@ -48,6 +48,7 @@ def serve(config: Any, access: Any, port: int, told: Any = print) -> None:
     from importlib.metadata import version
 
     from hetero_framework.cluster.run_id import run_id_of
+    from hetero_framework.core import failpoints
     from hetero_framework.extras.tinker.called_model import CalledModel, cluster_for, prepared
     from hetero_framework.extras.tinker.endpoint import Endpoint, key_in
     from hetero_framework.extras.tinker.service import KNOWN_VERSIONS, Service
@@ -60,8 +61,8 @@ def serve(config: Any, access: Any, port: int, told: Any = print) -> None:
     config, source = prepared(config)
     stop, folder = StopRequest(), config.output_dir
     directories = RunDirectories(config, CheckpointStore(config.checkpoints))
-    with stop, directories, cluster_for(config, source, access, run_id_of(folder)) as cluster:
-        cluster.start(config.plan.owners)
+    made = cluster_for(config, source, access, run_id_of(folder))
+    with failpoints.armed("coordinator"), stop, directories, made as cluster:
         model = CalledModel(config, cluster, source)
         service = Service(model, config.model.name_or_path, folder)
         service.resume()

@@ -23,6 +23,7 @@ from hetero_framework.models.adapters.lora import (
 from hetero_framework.models.adapters.trainable import export_parts, trainable_parameters
 from hetero_framework.models.cut.tiny import tiny_config
 from hetero_framework.models.files.export import OutputDirectory, write_adapter
+from tests.cases import spread
 from tests.unit.adapter_helpers import (
     PREFIX,
     chain_logits,
@@ -382,12 +383,15 @@ def test_adapter_file_with_missing_or_foreign_tensors_is_refused(config, saved, 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
-@pytest.mark.parametrize("model_type", ["llama", "gemma"])
-@pytest.mark.parametrize("targets", [("q_proj",), ("q_proj", "embed_tokens")])
-@pytest.mark.parametrize("rows", [96, 103])
-def test_adapter_with_embeddings_of_its_own_is_used_as_the_error_says(
-    model_type, targets, rows, tmp_path
-):
+@pytest.mark.parametrize(
+    ("model", "targets"),
+    spread(
+        [(name, rows) for name in ("llama", "gemma") for rows in (96, 103)],
+        [("q_proj",), ("q_proj", "embed_tokens")],
+    ),
+)
+def test_adapter_with_embeddings_of_its_own_is_used_as_the_error_says(model, targets, tmp_path):
+    model_type, rows = model
     base = save_model(tmp_path / "base", model_type)
     theirs = stock(base)
     theirs.resize_token_embeddings(rows)

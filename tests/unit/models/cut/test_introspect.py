@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoConfig
 
-from hetero_framework.models.cut.introspect import IDS, Provenance, layer_kinds
+from hetero_framework.models.cut import introspect as module
+from hetero_framework.models.cut.introspect import IDS, Provenance, introspect, layer_kinds
+from hetero_framework.models.cut.partition import skeleton_of
+from hetero_framework.models.cut.tiny import tiny_config
+from tests.cases import raising
 from tests.installed import needs
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 99}
@@ -35,6 +41,18 @@ def test_layers_of_experts_are_a_kind_of_their_own():
     own |= {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0, 2]}
     config = AutoConfig.for_model("qwen3_moe", **own)
     assert layer_kinds(config) == [0, 1, 0, 1]
+
+
+def test_what_is_known_of_a_model_is_found_by_all_of_its_settings(monkeypatch):
+    config = tiny_config("llama")
+    known, skeleton = introspect(config), skeleton_of(config)
+    monkeypatch.setattr(module, "shrink", raising(AssertionError("it is known")))
+    assert introspect(copy.deepcopy(config)) is known
+    assert skeleton_of(copy.deepcopy(config)) is skeleton
+    monkeypatch.undo()
+    config.num_hidden_layers += 1
+    assert introspect(config).num_layers == skeleton_of(config).structure.num_layers
+    assert introspect(config).num_layers == known.num_layers + 1
 
 
 # ---- the origin of each tensor, followed operation by operation

@@ -37,6 +37,7 @@ from hetero_framework.models.cut.side import Bundle, crossing
 from hetero_framework.models.cut.tiny import probe_inputs, tiny_config
 from hetero_framework.models.files import weights
 from hetero_framework.models.files.source import ModelSource
+from tests.cases import spread
 from tests.reads import note_reads
 from tests.samples import save_llama
 from tests.unit.adapter_helpers import chain_loss, ranges
@@ -134,8 +135,13 @@ def test_cut_equals_whole_in_bfloat16(checkpoints):
 
 
 # Blocks that read the hidden state several times without a norm before, and one with side tensors.
-@pytest.mark.parametrize("model_type", ["llama", "olmo2", "exaone4", "gemma3n_text"])
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("model_type", "half"),
+    spread(
+        ["llama", "olmo2", "exaone4", "gemma3n_text"],
+        {"bf16": torch.bfloat16, "fp16": torch.float16},
+    ),
+)
 def test_cut_equals_whole_in_autocast(half, model_type, checkpoints):
     path, inputs = checkpoints(model_type), probe_inputs(config_of(model_type))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -234,8 +240,10 @@ def seed_by_place(place: str | int) -> None:
     torch.manual_seed(1000 + place if isinstance(place, int) else len(place))
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "xlnet"])  # XLNet drops of its positions, too
-@pytest.mark.parametrize("alpha", [None, 5.0], ids=["no noise", "noise"])
+# XLNet drops of its positions, too.
+@pytest.mark.parametrize(
+    ("model_type", "alpha"), spread(["gpt2", "xlnet"], {"noise": 5.0, "no noise": None})
+)
 def test_dropout_and_noise_do_not_depend_on_the_cut_nor_on_recomputing(
     model_type, alpha, checkpoints
 ):

@@ -25,8 +25,10 @@ from hetero_framework.models.sizing.footprint import (
     head_footprint,
     layer_footprint,
 )
+from tests.cases import spread
 
 ROWS, TOKENS = 2, 24
+LORA = AdapterConfig(target_modules="all-linear")
 
 
 def setting_of(model_type: str, adapter: AdapterConfig | None = None) -> Setting:
@@ -61,10 +63,20 @@ def measured(setting: Setting, rng: ShardRange, *, recompute: bool = False) -> t
     return kept, peak.most - kept
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("adapter", [None, AdapterConfig(target_modules="all-linear")])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3_moe"])
-def test_a_layer_is_counted_as_it_runs(model_type, adapter, recompute):
+@pytest.mark.parametrize(
+    ("model_type", "way"),
+    spread(
+        ["llama", "gpt2", "qwen3_moe"],
+        {
+            "full": (None, False),
+            "full, recomputed": (None, True),
+            "lora": (LORA, False),
+            "lora, recomputed": (LORA, True),
+        },
+    ),
+)
+def test_a_layer_is_counted_as_it_runs(model_type, way):
+    adapter, recompute = way
     setting = setting_of(model_type, adapter)
     found = layer_footprint(setting, 2, recompute=recompute)
     kept, backward = measured(setting, ShardRange(2, 3, False, False), recompute=recompute)

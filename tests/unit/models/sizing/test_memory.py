@@ -28,6 +28,7 @@ from hetero_framework.models.sizing.memory import (
     uncounted_lines,
 )
 from hetero_framework.units import size
+from tests.cases import spread
 from tests.installed import needs
 from tests.samples import config_for
 from tests.unit.adapter_helpers import batch, chain_backward, save_model, shards, stock
@@ -87,8 +88,7 @@ CASES: dict[str, tuple[str, AdapterConfig | None, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bounds", [(0, 1, 3, 4), (0, 4)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "bounds"), spread([*CASES], [(0, 1, 3, 4), (0, 4)]))
 def test_weights_gradients_and_optimizer_are_counted_exactly(case, bounds, tmp_path):
     model_type, adapter, model = CASES[case]
     base = save_model(tmp_path, model_type)
@@ -134,8 +134,10 @@ def stored_for_backward(model: nn.Module) -> int:
     return sum(t.untyped_storage().nbytes() for t in kept.values())
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma", "qwen3_moe"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("model_type", "dtype"),
+    spread(["llama", "gpt2", "gemma", "qwen3_moe"], ["float32", "bfloat16"]),
+)
 def test_activations_are_of_the_right_size(model_type, dtype, tmp_path):
     base = save_model(tmp_path, model_type)
     model = stock(base, dtype=getattr(torch, dtype)).train()
