@@ -33,7 +33,7 @@ from hetero_framework.data.formats import Formatter, Tokens, common, string_fiel
 from hetero_framework.data.kinds import ExampleKind
 from hetero_framework.data.sources import Record
 from hetero_framework.errors import DataError
-from hetero_framework.extras.vision.pictures import Pictures, pictures_of
+from hetero_framework.extras.vision.pictures import PictureStore, pictures_of
 from hetero_framework.models.cut.objectives import next_token
 
 __all__ = ["PICTURED", "next_token"]  # the objective is that of texts
@@ -191,7 +191,7 @@ class PictureFormatter(Formatter):
         first: Record,
         tokenizer: PreTrainedTokenizerBase,
         options: DataConfig,
-        pictures: Pictures,
+        pictures: PictureStore,
     ) -> None:
         name: str = options.format
         if name == "auto":
@@ -263,7 +263,7 @@ def _listed(value: Any) -> list[Any]:
 class PicturedRows(Examples):
     """Rows with pictures, whose `targets` are the numbers of the first picture and of pictures."""
 
-    pictures: Pictures | None = None
+    pictures: PictureStore | None = None
 
     def numbers(self, index: int) -> range:
         """The numbers of the pictures of a row."""
@@ -284,7 +284,7 @@ class PicturedRows(Examples):
 
 
 def _kept(
-    examples: Examples, data: DataConfig, training: TrainingConfig, pictures: Pictures
+    examples: Examples, data: DataConfig, training: TrainingConfig, pictures: PictureStore
 ) -> PicturedRows:
     parts = examples.ids, examples.trained, examples.offsets, examples.targets
     return PicturedRows(*parts, pictures=pictures)

@@ -44,7 +44,7 @@ _TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap width and height
 _HINT = 'a picture is a path, or {"bytes": ..., "path": ...} as datasets\' Image has it'
 
 
-class Pictures:
+class PictureStore:
     """The model's processor, and the pictures that were added, by number. Encoded pictures of
     tables lie in a file without a name, so that they take no memory."""
 
@@ -213,7 +213,7 @@ def _checked(data: bytes, what: str) -> tuple[str, tuple[int, int]]:
     return mode, size
 
 
-def pictures_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pictures:
+def pictures_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> PictureStore:
     """The pictures of a run, none yet. Raises ModelError for a model that cannot be trained with
     pictures, or without a processor."""
     source = ModelSource.of(config)
@@ -233,7 +233,7 @@ def pictures_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pictures:
             "pictures are not trained over quantised weights yet",
             hint="take a checkpoint in full precision, without model.quantization",
         )
-    return Pictures(_processor(source, tokenizer), source.config, config.base_dir)
+    return PictureStore(_processor(source, tokenizer), source.config, config.base_dir)
 
 
 def _processor(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Any:
