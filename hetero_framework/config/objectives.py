@@ -52,6 +52,11 @@ def rows_of(kind: str) -> int:
     return int(registry.facts("data", kind).get("rows", 1))
 
 
+def shows_pictures(kind: str) -> bool:
+    """Whether data of this kind have pictures, so that the first stage has the model's towers."""
+    return registry.has("data", kind) and bool(registry.facts("data", kind).get("pictures"))
+
+
 def reads_text(kind: str) -> bool:
     """Whether data of this kind are records with texts, and not a data set of an imported file."""
     return not registry.has("data", kind) or registry.facts("data", kind).get("text", True)

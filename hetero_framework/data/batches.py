@@ -23,6 +23,8 @@ from hetero_framework.data.examples import IGNORE_INDEX, Rows
 from hetero_framework.errors import DataError
 
 MicroBatch = dict[str, torch.Tensor]
+PICTURES = "pictures."
+"""Begins the names of a model's inputs that are made of pictures; only its first stage has them."""
 _LOOK_AT = 2_000_000
 
 

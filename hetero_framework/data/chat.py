@@ -135,9 +135,18 @@ class ChatRenderer:
         text = self._apply(chat, add_generation_prompt=generation_prompt)
         if not generation_prompt:
             self._check(chat)
+        return self._encoded(text)
+
+    def _encoded(self, text: str) -> list[int]:
+        """Token ids of a rendered text."""
         found = self.tokenizer(text, add_special_tokens=False, verbose=False)
         ids: list[int] = found["input_ids"]
         return ids
+
+    def _encoded_at(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a rendered text, and where in it each token begins and ends."""
+        found = self.tokenizer(text, add_special_tokens=False, verbose=False)
+        return found["input_ids"], found.encodings[0].offsets
 
     def ids_and_mask(self, chat: Conversation) -> TokensAndMask:
         """Token ids of a conversation and a mask of the tokens that the loss covers: the
@@ -192,7 +201,7 @@ class ChatRenderer:
                 chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
             return encoding["input_ids"], [bool(bit) for bit in encoding["assistant_masks"]]
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = self._encoded(text)
         return ids, [True] * len(ids)
 
     def _turns(self, chat: Conversation, text: str) -> list[list[range]]:
@@ -212,8 +221,8 @@ class ChatRenderer:
     ) -> TokensAndMask:
         """Token ids of a text, and a mask of the tokens in wanted messages. The mask covers a token
         across a message's border, too, as return_assistant_tokens_mask does."""
-        encoding = self.tokenizer(text, add_special_tokens=False, verbose=False)
-        starts, ends = zip(*encoding.encodings[0].offsets, strict=True)
+        ids, places = self._encoded_at(text)
+        starts, ends = zip(*places, strict=True)
         mask = [False] * len(starts)
         for message, turn, is_wanted in zip(chat.messages, turns, wanted, strict=True):
             if is_wanted and not turn and message.get("content"):
@@ -226,7 +235,7 @@ class ChatRenderer:
             for part in self._body(text, turn) if is_wanted and turn else ():
                 first, end = bisect_right(ends, part.start), bisect_left(starts, part.stop)
                 mask[first:end] = [True] * (end - first)
-        return encoding["input_ids"], mask
+        return ids, mask
 
     def _body(self, text: str, turn: list[range]) -> list[range]:
         """A turn without its header, and without spaces behind the end-of-sequence token."""

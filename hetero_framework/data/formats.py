@@ -167,6 +167,7 @@ class Formatter:
     """Whether messages may have a weight."""
     label_rows = 0
     """Number of rows at the end of an example that hold labels instead of tokens."""
+    renders, reads = ChatRenderer, ConversationReader
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, options: DataConfig) -> None:
         self.name = name
@@ -199,7 +200,7 @@ class Formatter:
     def chat(self) -> ChatRenderer:
         if self.renderer is None:
             only = self.options.assistant_only_loss
-            self.renderer = ChatRenderer(
+            self.renderer = self.renders(
                 self.tokenizer,
                 self.options.chat_template_kwargs,
                 assistant_only=self.name == "messages" if only is None else only,
@@ -209,7 +210,7 @@ class Formatter:
 
     @cached_property
     def reader(self) -> ConversationReader:
-        reader = ConversationReader(self.chat.template, self.notes)
+        reader = self.reads(self.chat.template, self.notes)
         reader.variables(self.options.chat_template_kwargs, "data.", "data.chat_template_kwargs")
         return reader
 
@@ -521,8 +522,8 @@ def string_field(record: Record, name: str) -> str:
     return check_unicode(value, f"{record.where}: the field {name}")
 
 
-def common(one: list[int], other: list[int]) -> int:
-    """Number of equal tokens at the beginning of two rows."""
+def common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Number of equal tokens, or letters, at the beginning of two rows or texts."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -54,7 +54,8 @@ class ExampleKind:
     rows. `collate` makes a micro-batch of the examples with given numbers, padded to a multiple.
     `records` turns a file's records into records of this kind. A record has a field of each group
     of `needs`; `numeric` names columns of numbers. `labels` finds the labels, if there are any;
-    `formatter` and `kept` then also take them. `remarks` gives lines on all training examples."""
+    `formatter` and `kept` then also take them, or what `beside` makes of the configuration, where
+    a kind needs more than texts. `remarks` gives lines on all training examples."""
 
     noun: str
     formats: tuple[str, ...]
@@ -64,6 +65,7 @@ class ExampleKind:
     records: Callable[[Iterator[Record]], Iterator[Record]] = iter
     needs: tuple[tuple[str, ...], ...] = ()
     labels: LabelReader | None = None
+    beside: Callable[[Config, PreTrainedTokenizerBase], Any] | None = None
     numeric: Numeric = TEXTS
     remarks: Callable[[Any, TrainingConfig], Iterator[str]] = lambda examples, training: iter(())
 
@@ -109,10 +111,10 @@ def formatter_for(
     first: Record,
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
-    labels: Labels | None = None,
+    more: Sequence[Any] = (),
 ) -> Formatter:
-    """The formatter of a set of examples, by the first record. `labels` are for kinds with labels.
-    Raises DataError for examples that are not of the kind that the objective is trained on."""
+    """The formatter of a set of examples, by the first record. `more` is `Reader.more`. Raises
+    DataError for examples that are not of the kind that the objective is trained on."""
     examples = kind_of(kind)
     if data.format not in ("auto", *examples.formats):
         raise DataError(
@@ -120,4 +122,4 @@ def formatter_for(
             hint="leave it out, or choose another training.objective; docs/objectives.md has the"
             " data of each",
         )
-    return examples.formatter(first, tokenizer, data, *[labels] * (examples.labels is not None))
+    return examples.formatter(first, tokenizer, data, *more)

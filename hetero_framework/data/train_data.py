@@ -215,7 +215,7 @@ def load_data(
         text = f"data.{data.for_texts} is for texts, and training.objective is {objective!r}"
         raise DataError(text, hint="leave it out")
     reader = Reader(data, config.base_dir, tokenizer, vocab_size, report, most, config.training)
-    reader.know_labels(stated)
+    reader.prepare(config, stated)
     train, order, mixture, eval_sets = _training_rows(config, reader)
     for name, spec in data.eval_sets.items():
         held_out = reader.read(f"eval.{name}" if name else "eval", spec, data.eval_split)
@@ -317,10 +317,19 @@ class Reader:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     limit: int | None = None
     labels: Labels | None = None
+    beside: Any = None
 
-    def know_labels(self, stated: Any) -> None:
-        """Find the labels of the training data, for a kind that has labels. All examples are read,
-        even if only the first `most` are used, since a file may be sorted by its labels."""
+    @property
+    def more(self) -> list[Any]:
+        """What the formatter and `kept` of the kind take beside the settings."""
+        return [thing for thing in (self.labels, self.beside) if thing is not None]
+
+    def prepare(self, config: Config, stated: Any = None) -> None:
+        """Find what the kind needs beside texts: the labels of the training data, where all
+        examples are read, even if only the first `most` are used, since a file may be sorted by its
+        labels; or what `beside` makes."""
+        if self.kind.beside is not None:
+            self.beside = self.kind.beside(config, self.tokenizer)
         if self.kind.labels is not None:
             parts = replace(self, most=None).parts()
             records = chain.from_iterable(part.records() for part in parts)
@@ -386,8 +395,7 @@ class Reader:
         return self._kept(examples)
 
     def _kept(self, examples: Examples) -> Rows:
-        labels = [self.labels] * (self.labels is not None)
-        return self.kind.kept(examples, self.data, self.training, *labels)
+        return self.kind.kept(examples, self.data, self.training, *self.more)
 
     def _read(self, name: str, spec: str | tuple[str, ...], split: str) -> Examples | Corpus:
         sources = find_sources(spec, self.base_dir)
@@ -401,7 +409,9 @@ class Reader:
         settings = [name, split, options, self.vocab_size, *[kind] * (kind != "text")]
         if labels is not None:
             settings.append({"problem": labels.problem, "names": labels.names})
-        entry = find_entry(sources, self.tokenizer, settings)
+        # What lies beside the texts may change where the texts do not.
+        known = self.beside is None
+        entry = find_entry(sources, self.tokenizer, settings) if known else None
         kept = entry.read() if entry is not None else None
         if kept is not None:
             examples, lines = kept
@@ -446,7 +456,7 @@ class Reader:
         records = self.kind.records(reader.read(sources, notes.append))
         first = next(records)
         kind = self.training.data_kind
-        formatter = formatter_for(kind, first, self.tokenizer, self.data, self.labels)
+        formatter = formatter_for(kind, first, self.tokenizer, self.data, self.more)
         counts: Counter[str] = Counter()
         looked_at = islice(chain([first], records), self.most)
         examples = self._tokenise(name, looked_at, formatter, counts)
@@ -474,7 +484,8 @@ class Reader:
         builder = ExamplesBuilder()
         packs = self.data.packs(name)
         with TokenizersErrors(), at_work(f"tokenising data.{name}") as show:
-            while batch := list(islice(records, _CHUNK)):
+            # Records with pictures may have a megabyte each.
+            while batch := list(islice(records, _CHUNK if self.beside is None else 8)):
                 for _, rows, targets in self.kept(batch, formatter, counts, packs):
                     if targets:
                         builder.targets.append(targets)

@@ -18,6 +18,7 @@ from hetero_framework import registry
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import AdapterConfig, Config, StageSpec
 from hetero_framework.config.asked_extras import asked
+from hetero_framework.config.objectives import shows_pictures
 from hetero_framework.core.codecs import CODECS
 from hetero_framework.core.devices import open_device
 from hetero_framework.data.kinds import kind_of
@@ -213,7 +214,8 @@ def _model_lines(config: Config, source: ModelSource) -> Iterator[str]:
     with suppress(DeviceError):  # a missing device is reported later
         here = {"local": open_device(config.coordinator.device).name}
     check_attention(config, here)
-    yield from (*mixed_lines(config), *tower_lines(source.config), *source.stored_lines())
+    about = tower_lines(source.config, sees=shows_pictures(config.training.data_kind))
+    yield from (*mixed_lines(config), *about, *source.stored_lines())
     if config.adapter is None:
         weights_beside(source)  # or raises
     _ = source.generation  # or raises

@@ -200,6 +200,7 @@ WANTS: list[tuple[str, tuple[str, ...] | dict[str, Any], str]] = [
         {"training": {"objective": "image-classification"}, "adapter": None},
         "image-classification",
     ),
+    ("vision", {"training": {"objective": "image-text-to-text"}}, "image-text-to-text"),
     ("chains", {"training": {"objective": "sequential"}, "adapter": None}, "sequential"),
     ("chains", {"model": {"chain": "net"}, "adapter": None}, "model.chain: it needs the extra 'c"),
 ]

@@ -50,7 +50,8 @@ OTHERS = {
     "torch": "nn.Sequential Dataset chain.load_state_dict(load_file(...))"
     " GradScaler _multi_tensor_adam abs amax aminmax aot_eager cuda:1 dynamic=True"
     " padding_mask.all() record_stream requires_grad vector_norm",
-    "transformers": "AutoModelForCausalLM.from_pretrained MtpModel label_ids padding_side"
+    "transformers": "AutoModelForCausalLM.from_pretrained AutoModelForImageTextToText AutoProcessor"
+    " MtpModel label_ids padding_side"
     " on_substep_end on_prediction_step on_predict"
     " align_special_tokens from_pretrained num_items_in_batch _..._implementation_internal",
     "TRL and axolotl": "DataCollatorWithFlattening DPOConfig KTOConfig RewardConfig SFTTrainer"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 _ROWS = 1000
+_BATCH_BYTES = 64 << 20
 _SPLIT = "divide it into several rows"
 
 
@@ -30,7 +31,10 @@ def records(path: Path) -> Iterator[Record]:
         how: Any = {"read_dictionary": shared, "pre_buffer": False, "buffer_size": 2**16}
         with pyarrow.parquet.ParquetFile(path, **how) as file:
             schema.append(file.schema_arrow)
-            yield from file.iter_batches(batch_size=_ROWS)
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            each = sum(g.total_byte_size for g in groups) // max(1, file.metadata.num_rows)
+            rows = min(_ROWS, _BATCH_BYTES // max(1, each))
+            yield from file.iter_batches(batch_size=max(1, rows))
 
     return table_records(str(path), batches, "Parquet file")
 

@@ -44,7 +44,7 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
         with closing(load_data(config, tokenizer)) as stream:
             return [_row(stream.examples, k, tokenizer, data) for k in range(count)]
     reader = Reader(data, config.base_dir, tokenizer, None, [], training=config.training)
-    reader.know_labels(None)
+    reader.prepare(config)
     numbers: Any = [None] * len(data.parts)
     if data.val_set_size is not None or data.mixing == "interleave":
         numbers = reader.mixed().numbers_of_sources
@@ -66,8 +66,7 @@ def _of_source(config: Config, reader: Reader, count: int, taken: Any) -> list[S
         return [_row(rows, k, tokenizer, data) for k in range(min(count, len(rows)))]
     records = reader.kind.records(reader.records())
     first = next(records)
-    kind, labels = config.training.data_kind, reader.labels
-    formatter = formatter_for(kind, first, tokenizer, data, labels)
+    formatter = formatter_for(config.training.data_kind, first, tokenizer, data, reader.more)
     found: list[Shown] = []
     shown = number = 0
     for record in chain([first], records):

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from hetero_framework import registry
-from hetero_framework.config.objectives import Task, needs_of
+from hetero_framework.config.objectives import Task, needs_of, shows_pictures
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.extras.verify.verification import EQUAL, Verified, verify_model
@@ -120,8 +120,9 @@ def _rows(head: str, rows: Mapping[str, str]) -> str:
 
 def _objectives(task: Task) -> str:
     """The objectives that train a class for a task."""
-    known = (name for name in registry.names("objectives") if name != "sequential")
-    return _names(name for name in known if needs_of(name).task == task)
+    known = {name: needs_of(name) for name in registry.names("objectives") if name != "sequential"}
+    plain = [n for n, needs in known.items() if not shows_pictures(needs.data)]
+    return _names(name for name in plain if known[name].task == task)
 
 
 def _subject(result: Verified) -> str:

@@ -76,7 +76,8 @@ def chunked_loss(
     cut = {name: inputs[name] for name in inputs.keys() & {"labels", "position_ids"}}
 
     def loss(number: int, span: Span, chunk_BSD: torch.Tensor) -> torch.Tensor:
-        chunk = {name: values[span] for name, values in cut.items()}
+        # Positions may have several axes in front.
+        chunk = {name: values[(..., *span)] for name, values in cut.items()}
         if hasattr(inputs.get("attention_mask"), "_hetero_host"):
             # Without a mask transformers reads positions on the device, to make one that is unused.
             chunk["attention_mask"] = all_seen(chunk["labels"])

@@ -64,13 +64,29 @@ def towers(config: PretrainedConfig) -> tuple[str, ...]:
     return found
 
 
-def tower_lines(config: PretrainedConfig) -> list[str]:
-    """A note on the towers of a model."""
+def tower_lines(config: PretrainedConfig, *, sees: bool = False) -> list[str]:
+    """A note on the towers of a model; `sees` says whether the data have pictures."""
     if not (gone := towers(config)):
         return []
-    return [
-        f"text does not use {', '.join(gone)}: neither loaded nor sent, and the same in the result"
-    ]
+    names = ", ".join(gone)
+    if sees:
+        return [f"the first stage has {names}: frozen, and the same in the result"]
+    return [f"text does not use {names}: neither loaded nor sent, and the same in the result"]
+
+
+def set_apart(model: PreTrainedModel, gone: tuple[str, ...]) -> list[nn.Module]:
+    """Take the towers out of a whole model's modules and parameters, which are those of training,
+    and leave them where its forward finds them. Returns the towers that are modules, frozen."""
+    modules = []
+    for name in gone:
+        path, _, own = name.rpartition(".")
+        parent = model.get_submodule(path)
+        tower = getattr(parent, own)
+        if isinstance(tower, nn.Module):
+            modules.append(tower.requires_grad_(False))
+        delattr(parent, own)
+        vars(parent)[own] = tower.detach() if isinstance(tower, torch.Tensor) else tower
+    return modules
 
 
 def no_tiny_copy(

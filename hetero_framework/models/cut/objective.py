@@ -18,7 +18,7 @@ import torch
 from transformers import PretrainedConfig
 
 from hetero_framework.config import StageSpec
-from hetero_framework.data.batches import MicroBatch
+from hetero_framework.data.batches import PICTURES, MicroBatch
 from hetero_framework.models.cut.chunked_loss import Span, chunk_tokens, spans
 from hetero_framework.models.cut.shard import Inputs, Shard
 from hetero_framework.models.cut.side import Bundle
@@ -79,11 +79,12 @@ class Objective(ABC):
 
     def stage_inputs(self, spec: StageSpec, names: Iterable[str]) -> list[str]:
         """The tensors of a micro-batch that a stage needs. Here: token ids on the first stage and
-        where layers read them, labels and sources on the last stage, others everywhere."""
+        where layers read them, pictures on the first one, labels and sources on the last, others
+        everywhere."""
         reads = not self._id_layers.isdisjoint(range(spec.start, spec.end))
         needed = {"input_ids": spec.is_first or reads}
         needed |= dict.fromkeys(("labels", "sources"), spec.is_last)
-        return [name for name in names if needed.get(name, True)]
+        return [n for n in names if needed.get(n, spec.is_first or not n.startswith(PICTURES))]
 
     @abstractmethod
     def loss(

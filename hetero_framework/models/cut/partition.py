@@ -7,8 +7,9 @@ forward ends where it reaches the part behind the blocks.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +27,15 @@ from hetero_framework.models.cut.introspect import (
     introspect,
     tied_names,
 )
-from hetero_framework.models.cut.language import PLAIN, copy_plain_attributes, meta_model, towers
+from hetero_framework.models.cut.language import (
+    PLAIN,
+    copy_plain_attributes,
+    meta_model,
+    on_meta,
+    towers,
+)
 from hetero_framework.models.cut.side import Call
+from hetero_framework.models.cut.tiny import stock_class
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,9 @@ def skeleton_of(config: PretrainedConfig) -> Skeleton:
 class Skeleton:
     """The whole model without its weights: names and order of everything in it."""
 
+    apart: tuple[str, ...] = ()
+    """The towers that a shard is loaded with, and that `set_apart` takes out then."""
+
     def __init__(self, config: PretrainedConfig, structure: ModelStructure) -> None:
         self.structure = structure
         model = meta_model(config)
@@ -84,6 +95,14 @@ class Skeleton:
         for name in self.parameters:
             parent = name.rpartition(".")[0]
             self._local[name] = counts[parent] = counts.get(parent, -1) + 1
+
+    def with_towers(self, config: PretrainedConfig) -> Skeleton:
+        """The skeleton for a shard with the towers; parameters have the same places."""
+        seeing, cls = copy.copy(self), stock_class(config)
+        seeing.towers, seeing.apart = (), self.towers
+        seeing.structure = replace(self.structure, model_class=cls)
+        seeing.names = {*self.names, *on_meta(cls, config).state_dict()}
+        return seeing
 
     def parameter_index(self, name: str) -> tuple[int, ...]:
         """A parameter's position in the whole model: (module, place in it). An adapter's parameter

@@ -33,6 +33,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.trainer_pt_utils import LabelSmoother
 
+from hetero_framework.config.objectives import shows_pictures
+from hetero_framework.data.batches import PICTURES
 from hetero_framework.errors import ArchitectureError, ModelError
 from hetero_framework.models.cut import partition
 from hetero_framework.models.cut.attention import make_known
@@ -40,7 +42,7 @@ from hetero_framework.models.cut.codebooks import for_model
 from hetero_framework.models.cut.family import family_of, head_for
 from hetero_framework.models.cut.introspect import BlockForm
 from hetero_framework.models.cut.known_masks import knowing, register_known_masks
-from hetero_framework.models.cut.language import lies_in
+from hetero_framework.models.cut.language import lies_in, set_apart
 from hetero_framework.models.cut.partition import Captured, ShardRange, Skeleton, skeleton_of
 from hetero_framework.models.cut.reuse import ReusableModules
 from hetero_framework.models.cut.side import (
@@ -97,8 +99,9 @@ def load_shard(
     `build_shard`, `quantization_config`."""
     source = ModelSource(model, base_dir)
     config, dtype, place = source.config, source.dtype, device.torch_device
+    sees = rng.is_first and shows_pictures(model.needs.data)
     build = functools.partial(
-        build_shard, config, rng=rng, dtype=dtype, device=place, seed=seed, kept=kept
+        build_shard, config, rng=rng, dtype=dtype, device=place, seed=seed, kept=kept, sees=sees
     )
     if not source.has_checkpoint:
         return build(checkpoint=None)
@@ -121,12 +124,13 @@ def build_shard(
     quantization: Any = None,
     seed: int = 0,
     kept: ReusableModules = NOTHING,
+    sees: bool = False,
 ) -> Shard:
     """Build a shard from a checkpoint, or (None) with random weights by the model's rules, from
     `seed` and each module's name. A classifier's head that a checkpoint lacks is random, too. On
     the device "meta" there are no weights. Modules `kept` of an earlier shard are taken as they
-    are. `dtype` None takes the configuration's. Raises ModelError (files), ArchitectureError (a
-    model that cannot be cut)."""
+    are. `dtype` None takes the configuration's. `sees`: with the model's towers. Raises ModelError
+    (files), ArchitectureError (a model that cannot be cut)."""
     make_known(config._attn_implementation)
     register_known_masks()
     device, dtype = torch.device(device), dtype or config_dtype(config)
@@ -134,7 +138,7 @@ def build_shard(
         made: Shard = family.build(config, rng, dtype=dtype, device=device, seed=seed)
         return made
     with ONE_AT_A_TIME:
-        whole = skeleton_of(config)
+        whole = skeleton_of(config).with_towers(config) if sees else skeleton_of(config)
         partition.check_cut(config, whole, rng)
         targets = [name for name in whole.targets(rng) if not kept.has(name, whole)]
         # A target is loaded from the source that it is tied to, which is then taken out.
@@ -306,6 +310,7 @@ class Shard:
         self, model: PreTrainedModel, config: PretrainedConfig, whole: Skeleton, rng: ShardRange
     ) -> None:
         self.model: Any = model
+        self._towers = set_apart(model, whole.apart)
         self.config = config
         self.range = rng
         self.on_enter: Callable[[str | int], None] | None = None
@@ -410,6 +415,8 @@ class Shard:
     def train(self, mode: bool = True) -> None:
         """Training mode (dropout, activation checkpointing) on or off."""
         self.model.train(mode)
+        for tower in self._towers:
+            tower.train(mode)
         for module in self.model.modules():
             # Outside training mode bitsandbytes repacks 4-bit weights for good on some CPUs, and
             # training would go on with other numbers. It uses the mode for nothing else.
@@ -602,11 +609,14 @@ class Shard:
             self.on_enter("embedding")
         if self._part != "head" and self.range.is_first:
             arguments["input_ids"] = inputs["input_ids"]
+            seen = {name: t for name, t in inputs.items() if name.startswith(PICTURES)}
+            arguments |= {name.removeprefix(PICTURES): t for name, t in seen.items()}
         else:
             arguments.update(self._placeholder(inputs, received[0]))
         self._injected = received
         try:
-            with knowing(arguments.get("attention_mask")):
+            # A tower's mask may have the same shape.
+            with knowing(None if self._towers else arguments.get("attention_mask")):
                 if cache is None:
                     return self.model(**arguments, use_cache=False, **extra)
                 takes = _parameters(type(self.model).forward)
@@ -634,8 +644,9 @@ class Shard:
             return {"input_ids": inputs["input_ids"]}
         # A hidden state may have other axes in front of rows and tokens.
         known = (name for name in ("attention_mask", "position_ids", "positions") if name in inputs)
-        shaped = inputs.get(next(known, ""), hidden_BSD)
-        rows, tokens = shaped.shape[:2]
+        shaped = inputs.get(next(known, ""))
+        # Positions may have several axes in front of rows, a hidden state behind tokens.
+        rows, tokens = hidden_BSD.shape[:2] if shaped is None else shaped.shape[-2:]
         if not self._whole.structure.takes_embeddings:
             ids = (rows * self.ids_per_token, tokens)
             return {"input_ids": torch.zeros(ids, dtype=torch.int64, device=hidden_BSD.device)}

@@ -24,13 +24,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hetero_framework.config import Config, Kind, ModelConfig, StageSpec
+from hetero_framework.config.objectives import shows_pictures
 from hetero_framework.core.buffers import size_class
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
-from hetero_framework.models.cut.language import meta_model
+from hetero_framework.models.cut.language import lies_in, meta_model, on_meta
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange, skeleton_of
+from hetero_framework.models.cut.tiny import stock_class
 from hetero_framework.models.files.quantization import (
     modules_left_alone,
     stored_quantization,
@@ -445,6 +447,13 @@ class Shapes:
         self.trainable = self._trainable(whole, plan, quantizes)
 
     @cached_property
+    def towers(self) -> int:
+        """Bytes of the weights of the model's towers."""
+        model = on_meta(stock_class(self._config), self._config)
+        named, gone = model.named_parameters(), self.skeleton.towers
+        return self.number_bytes * sum(p.numel() for name, p in named if lies_in(name, gone))
+
+    @cached_property
     def kinds(self) -> list[int]:
         """For each layer, the first layer of its kind."""
         return layer_kinds(self._config)
@@ -559,6 +568,8 @@ def _stage_memory(
     added = sum(count * size for name, (count, size) in trained.items() if name not in held)
     here = {None, *range(rng.start, rng.end)}
     buffers = sum(n for name, n in shapes.buffers.items() if skeleton.layer_of(name) in here)
+    if rng.is_first and shows_pictures(training.data_kind):
+        buffers += shapes.towers
     running = _running(spec, shapes, config, tokens, differentiates)
     learns = trained if shapes.trains_everything else {}
     frozen = _by_layer(spec, shapes, {n: size for n, size in held.items() if n not in trained})

@@ -1,0 +1,262 @@
+"""The pictures of a run: checked when an example is read, kept encoded, decoded for a micro-batch.
+
+The model's own processor says which tokens stand for a picture and makes the model's inputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from transformers import AutoImageProcessor, PretrainedConfig
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from hetero_framework import repository
+from hetero_framework.config import Config
+from hetero_framework.config.strict_json import json_type
+from hetero_framework.data.batches import PICTURES, MicroBatch
+from hetero_framework.data.sources import shorten
+from hetero_framework.errors import DataError, ModelError, in_words
+from hetero_framework.models.cut.language import on_meta
+from hetero_framework.models.cut.tiny import stock_class
+from hetero_framework.models.files.source import ModelSource
+from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FAMILIES = ("llava", "llava_next", "internvl", "idefics3", "qwen2_5_vl", "gemma3")
+"""Model types whose later layers need nothing of a picture but the hidden state."""
+# Pillow hands other formats to programs outside (EPS), or reads little else in them.
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+MOST = 1 << 24  # their numbers are kept among targets, as float32
+_OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+_TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap width and height
+_HINT = 'a picture is a path, or {"bytes": ..., "path": ...} as datasets\' Image has it'
+
+
+class PictureStore:
+    """The model's processor, and the pictures that were added, by number. Encoded pictures of
+    tables lie in a file without a name, so that they take no memory."""
+
+    def __init__(self, processor: Any, config: PretrainedConfig, base_dir: Path) -> None:
+        self.processor = processor
+        self.placeholder: str = processor.image_token
+        self._ids = {*processor.image_token_ids, getattr(config, "image_token_id", None)}
+        self._kinds, self._positions = _kinds_and_positions(config)
+        self._base_dir = base_dir
+        self._spool = tempfile.TemporaryFile()  # noqa: SIM115
+        self._places: list[tuple[str | int, int]] = []  # path, or offset in the spool; bytes
+        self._digests: list[bytes] = []
+        self._tokens: dict[tuple[str, tuple[int, int]], str] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __del__(self) -> None:
+        self._spool.close()
+
+    def add(self, given: Any, where: str) -> str:
+        """Check a picture of an example and give it the next number. Returns the text of the tokens
+        that stand for it. Raises DataError for what is no picture or cannot be used."""
+        data = path = None
+        if len(self) == MOST:
+            raise DataError(f"{where}: the data have more than {MOST:,} pictures", hint="use fewer")
+        if isinstance(given, dict):
+            data, path = given.get("bytes"), given.get("path")
+        elif isinstance(given, str):
+            path = given
+        if not isinstance(data, bytes) and not isinstance(path, str):
+            text = f"{where}: a picture is a path or an object with bytes, found {json_type(given)}"
+            raise DataError(text, hint=_HINT)
+        if isinstance(data, bytes):
+            place: str | int = self._spool.seek(0, os.SEEK_END)
+            self._spool.write(data)
+            self._spool.flush()
+            name = "a picture in the table"
+        else:
+            assert path is not None
+            place, name = str(self._path(path, where)), f"the picture {shorten(path)}"
+            data = _read(place, f"{where}: {name}")
+        mode, size = _checked(data, f"{where}: {name}")
+        self._places.append((place, len(data)))
+        self._digests.append(hashlib.sha256(data).digest())
+        return self._tokens_of(mode, size, f"{where}: {name}")
+
+    def _path(self, path: str, where: str) -> Path:
+        if "://" in path:
+            raise DataError(
+                f"{where}: {shorten(path)} is a URL, and no picture is fetched while a run goes on",
+                hint="download the pictures, and give their paths",
+            )
+        return self._base_dir / os.path.expanduser(path)
+
+    def _tokens_of(self, mode: str, size: tuple[int, int], what: str) -> str:
+        """The text of a picture's tokens, which its size decides."""
+        if (mode, size) not in self._tokens:
+            try:
+                with quiet_library():
+                    made = self.processor(
+                        images=[[Image.new(mode, size)]],
+                        text=[self.placeholder],
+                        return_text_replacement_offsets=True,
+                        add_special_tokens=False,
+                    )
+            except LIBRARY_ERRORS as error:
+                raise DataError(
+                    f"{what}, {size[0]} x {size[1]}: the model's processor refuses it:"
+                    f" {briefly(error)}",
+                    hint="take the example out, or give the picture another size",
+                ) from error
+            self._tokens[mode, size] = made["text_replacement_offsets"][0][0]["replacement"]
+        return self._tokens[mode, size]
+
+    def image(self, number: int) -> Image.Image:
+        """The decoded picture with this number, turned as its EXIF data say, as `datasets` does.
+        Raises DataError if its file was changed."""
+        (place, size), fd = self._places[number], self._spool.fileno()
+        data = _read(place, place) if isinstance(place, str) else os.pread(fd, size, place)
+        if hashlib.sha256(data).digest() != self._digests[number]:
+            raise DataError(
+                f"the picture {place} has changed since the run began",
+                hint="leave pictures alone while a run goes on, and start the run again",
+            )
+        with warnings.catch_warnings(action="ignore"):  # it was checked
+            image: Image.Image = Image.open(BytesIO(data), formats=_FORMATS)
+            image.load()
+            if image.getexif().get(ExifTags.Base.Orientation) is not None:
+                image = ImageOps.exif_transpose(image)
+        return image
+
+    def cut_by(self, ids: list[int], most: int) -> bool:
+        """Whether a token of a picture is beyond the first `most` of a row."""
+        return not self._ids.isdisjoint(ids[most:])
+
+    def inputs(self, rows: Sequence[Sequence[int]], batch: MicroBatch) -> MicroBatch:
+        """The inputs of the model for the pictures with these numbers, for each row of a
+        micro-batch of text: what the processor makes, the kinds of tokens, and positions."""
+        made: MicroBatch = {}
+        if any(rows):
+            images = [[self.image(number) for number in row] for row in rows]
+            text = [self.placeholder * len(row) for row in rows]
+            how = {"add_special_tokens": False, "padding": True, "return_tensors": "pt"}
+            with quiet_library():
+                found = self.processor(images=images, text=text, **how)
+            made = {PICTURES + name: found[name] for name in found.keys() - _OF_TEXT}
+        if self.processor.return_mm_token_type_ids:
+            kinds = self.processor.create_mm_token_type_ids(batch["input_ids"].tolist())
+            made[self._kinds] = torch.tensor(kinds)
+            grid = made.get(PICTURES + "image_grid_thw")
+            if self._positions is not None and grid is not None:
+                how = {"image_grid_thw": grid, "attention_mask": batch["attention_mask"]}
+                found = self._positions(batch["input_ids"], made[self._kinds], **how)
+                made["position_ids"] = found[0]
+        return made
+
+    def digest(self, number: int) -> bytes:
+        """sha256 of the encoded picture with this number."""
+        return self._digests[number]
+
+
+def _kinds_and_positions(config: PretrainedConfig) -> tuple[str, Callable[..., Any] | None]:
+    """The name of the kinds of tokens, where all stages read them, or else the first; and the
+    model's function that makes positions of several axes, if it has them. All stages read these,
+    and only the first has what they are made of."""
+    model: Any = on_meta(stock_class(config), config)
+    takes = inspect.signature(model.forward).parameters
+    name = "token_type_ids" if "token_type_ids" in takes else f"{PICTURES}mm_token_type_ids"
+    return name, getattr(model.base_model, "get_rope_index", None)
+
+
+def _read(path: str, what: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{what} cannot be read: {in_words(error) if isinstance(error, OSError) else error}",
+            hint="relative paths of pictures start at the folder of the configuration",
+        ) from error
+
+
+def _checked(data: bytes, what: str) -> tuple[str, tuple[int, int]]:
+    """The mode of an encoded picture, and its width and height as they are shown. Raises DataError
+    for bytes that are no picture, for one with too many pixels, and for one that is damaged."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            image = Image.open(BytesIO(data), formats=_FORMATS)
+            mode, size = image.mode, image.size
+            if image.getexif().get(ExifTags.Base.Orientation) in _TURNED:
+                size = size[1], size[0]
+            image.draft("RGB", (1, 1))  # a JPEG is read whole, but decoded small
+            image.load()
+    except Image.DecompressionBombError as error:
+        raise DataError(
+            f"{what} says in its header that it has too many pixels: {error}",
+            hint="make it smaller, or take the example out",
+        ) from error
+    except UnidentifiedImageError as error:
+        text = f"{what} is no picture that is read here ({', '.join(_FORMATS)})"
+        raise DataError(text, hint=_HINT) from error
+    except (OSError, SyntaxError, ValueError, *LIBRARY_ERRORS) as error:
+        raise DataError(
+            f"{what} is damaged: {briefly(error)}", hint="save it again, or take the example out"
+        ) from error
+    return mode, size
+
+
+def pictures_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> PictureStore:
+    """The pictures of a run, none yet. Raises ModelError for a model that cannot be trained with
+    pictures, or without a processor."""
+    source = ModelSource.of(config)
+    kind = source.config.model_type
+    if kind not in FAMILIES:
+        raise ModelError(
+            f"pictures cannot be trained with a {kind} model yet, only with {', '.join(FAMILIES)}",
+            hint='take the pictures out and set "training.objective": "sft", or take such a model',
+        )
+    if source.model.name_or_path is None:
+        raise ModelError(
+            "model.from_config gives no processor, which pictures need",
+            hint="name a checkpoint that has one in model.name_or_path",
+        )
+    if source.form is not None or config.quantizes:
+        raise ModelError(
+            "pictures are not trained over quantised weights yet",
+            hint="take a checkpoint in full precision, without model.quantization",
+        )
+    return PictureStore(_processor(source, tokenizer), source.config, config.base_dir)
+
+
+def _processor(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The processor of the model's family, with this tokenizer; without a part for videos, which
+    would need torchvision. Raises ModelError where there is none."""
+    place, revision = source.place, source.model.revision
+    hint = "take that entry out of the file"
+    repository.refuse_code(place, revision, repository.PROCESSORS, ModelError, hint)
+    cls: Any = PROCESSOR_MAPPING[type(source.config)]
+    how = {"revision": revision, "trust_remote_code": False}
+    try:
+        with quiet_library():
+            parts = {
+                "tokenizer": tokenizer,
+                "image_processor": AutoImageProcessor.from_pretrained(place, **how),
+            }
+            fields, _ = cls.get_processor_dict(place, revision=revision)
+            lax: Any = type(
+                cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: None}
+            )
+            return lax.from_args_and_dict([parts.get(n) for n in cls.get_attributes()], fields)
+    except LIBRARY_ERRORS as error:
+        raise ModelError(
+            f"the model {place!r} has no processor for pictures that loads: {briefly(error)}",
+            hint="put processor_config.json or preprocessor_config.json beside its weights",
+        ) from error

@@ -1,0 +1,234 @@
+"""Pictures that cannot be trained on are refused with their row; the rest is read as it is."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import ExifTags, Image
+from transformers import AutoModelForImageTextToText
+
+from hetero_framework.data.batches import PICTURES
+from hetero_framework.data.kinds import objectives_of
+from hetero_framework.data.sources import Record
+from hetero_framework.errors import DataError, UserError
+from hetero_framework.trainer.setup import prepare
+from tests.extras.vision.seeing import encoded, picture, processor_of, save_llava, save_rows
+from tests.extras.vision.test_vision import TRAINING, data_of
+from tests.samples import config_for, save_multimodal
+
+ASKED = [{"type": "image"}, {"type": "text", "text": "what is on the picture"}]
+ANSWER = {"role": "assistant", "content": "a red square"}
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    return save_llava(tmp_path_factory.mktemp("llava"))
+
+
+def row(images: Any, content: Any = None, **fields: Any) -> dict[str, Any]:
+    asked = {"role": "user", "content": ASKED if content is None else content}
+    return {"images": images, "messages": [asked, ANSWER], **fields}
+
+
+def save(folder: Path, *rows: dict[str, Any]) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return path
+
+
+def refusal(model: Path, path: Path, **data: Any) -> str:
+    with pytest.raises(UserError) as error:
+        data_of(model, path, **data)
+    return f"{error.value} {error.value.hint}"
+
+
+def header(width: int, height: int) -> bytes:
+    """A PNG of one pixel whose header says another size."""
+    data = bytearray(encoded(Image.new("RGB", (1, 1))))
+    data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    return bytes(data)
+
+
+PNG = encoded(picture(random.Random(1), 40, 30))
+JPEG = encoded(picture(random.Random(1), 40, 30), "JPEG")
+BAD = {
+    "no picture": (b"hello", "no picture that is read here"),
+    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no picture that is"),
+    "empty": (b"", "no picture that is read here"),
+    "half a PNG": (PNG[: len(PNG) // 2], "is damaged"),
+    "half a JPEG": (JPEG[: len(JPEG) // 2], "is damaged"),
+    "a bomb": (header(30_000, 30_000), "says in its header that it has too many pixels"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_picture_is_refused_with_its_row(name, llava, tmp_path):
+    data, said = BAD[name]
+    (tmp_path / "bad.png").write_bytes(data)
+    (tmp_path / "good.png").write_bytes(PNG)
+    images = [[str(tmp_path / "good.png")], [str(tmp_path / "bad.png")]]
+    text = refusal(llava, save(tmp_path, *map(row, images)))
+    assert text.startswith(f"{tmp_path / 'rows.jsonl'}:2: the picture ")
+    assert said in text
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"images": ["absent.png"]}, "absent.png cannot be read: No such file"),
+        ({"images": ["https://example.org/a.png"]}, "is a URL, and no picture is fetched"),
+        ({"images": [7]}, "a picture is a path or an object with bytes, found a number"),
+        ({"images": []}, "0 pictures, and 1 places for them"),
+        ({"images": [], "image": None, "content": "what <image> is"}, "0 pictures, and 1 places"),
+        ({"images": ["good.png"] * 2}, "2 pictures, and 1 places for them"),
+        (
+            {"images": ["good.png"], "content": [{"type": "image", "url": "good.png"}]},
+            "put pictures into the column images",
+        ),
+        ({"images": ["good.png"], "content": [{"type": "video"}]}, "content that is not text"),
+        ({"images": ["good.png"], "videos": ["a.mp4"]}, "has the field videos"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_row(given, said, llava, tmp_path, monkeypatch):
+    (tmp_path / "good.png").write_bytes(PNG)
+    images = [str(tmp_path / name) if name == "good.png" else name for name in given.pop("images")]
+    text = refusal(llava, save(tmp_path, row(images, **given)))
+    assert said in text
+    assert "rows.jsonl:1" in text
+
+
+def test_nothing_is_cut_within_a_picture(llava, tmp_path):
+    (tmp_path / "good.png").write_bytes(PNG)
+    path = save(tmp_path, row([str(tmp_path / "good.png")]))
+    whole = data_of(llava, path).longest
+    assert "a picture would be cut" in refusal(llava, path, max_length=5)
+    assert data_of(llava, path, max_length=whole - 2).longest == whole - 2
+    assert "keep_end would cut pictures" in refusal(llava, path, truncation_mode="keep_end")
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "P", "RGBA", "CMYK", "I;16"])
+def test_pictures_of_any_mode_are_those_of_the_processor(mode, llava, tmp_path):
+    """Also of one pixel, of several frames, and turned by EXIF: as `datasets` and TRL have them."""
+    draw = random.Random(2)
+    image = Image.new(mode, (40, 30)) if mode == "I;16" else picture(draw, 40, 30).convert(mode)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # turned by a quarter
+    frames = [picture(draw, 30, 30) for _ in range(2)]
+    files = [
+        encoded(image, "TIFF" if mode in ("CMYK", "I;16") else "PNG"),
+        encoded(picture(draw, 1, 1)),
+        encoded(picture(draw, 40, 20), "JPEG", exif=exif),
+        encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+    ]
+    made = [row([{"bytes": data, "path": None}], "what") for data in files]
+    rows = datasets.Dataset.from_list(made).cast_column("images", datasets.List(datasets.Image()))
+    rows.to_parquet(tmp_path / "rows.parquet")
+    rows.save_to_disk(tmp_path / "saved")
+    images = [each["images"] for each in rows]
+    expected = processor_of(llava)(images=images, return_tensors="pt")["pixel_values"]
+    for name in ("rows.parquet", "saved"):
+        batch = data_of(llava, tmp_path / name).micro_batch(np.arange(4))
+        assert torch.equal(batch[f"{PICTURES}pixel_values"], expected)
+
+
+def test_pictures_stand_before_the_first_question_where_no_part_says_more(llava, tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    said = row(None, "what is on the picture", image=str(tmp_path / "a.png"))
+    parts = row([str(tmp_path / "a.png")])
+    one, other = (
+        data_of(llava, save(tmp_path, each)).micro_batch(np.arange(1)) for each in (said, parts)
+    )
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert int((one["input_ids"] == 5).sum()) == 4
+
+
+def test_mixtures_and_held_out_rows_keep_their_pictures(llava, tmp_path):
+    path = save_rows(tmp_path / "rows")
+    whole = data_of(llava, path)
+    sources = [{"path": str(path), "max_samples": 4}, {"path": str(path), "name": "again"}]
+    mixed = data_of(llava, None, train=sources, val_set_size=3)
+    assert len(mixed.examples) == 10
+    everything = [whole.micro_batch(np.array([k])) for k in range(9)]
+    for rows in (mixed.examples, mixed.eval_sets[""]):
+        for number in range(len(rows)):
+            made = mixed.collate(rows, np.array([number]))
+            alike = [
+                each for each in everything if torch.equal(each["input_ids"], made["input_ids"])
+            ]
+            assert any(
+                each.keys() == made.keys() and all(torch.equal(each[n], made[n]) for n in made)
+                for each in alike
+            )
+    line = "train: 9 pictures, at most 2 in an example"
+    assert line in whole.report
+    other = data_of(llava, path)
+    assert other.fingerprint == whole.fingerprint
+    (tmp_path / "rows" / "0-0.png").write_bytes(PNG)
+    assert data_of(llava, path).fingerprint != whole.fingerprint
+    with pytest.raises(DataError, match="has changed since the run began"):
+        whole.micro_batch(np.array([0]))
+
+
+def test_other_objectives_models_and_settings_refuse_pictures_by_name(llava, tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    path = save(tmp_path, row([str(tmp_path / "a.png")]))
+
+    def said(
+        folder: Path, objective: Any = TRAINING["objective"], layers: int = 4, **sections: Any
+    ) -> str:
+        sections = {"model": {"name_or_path": str(folder)}, **sections}
+        sections["data"] = {"train": str(path), **sections.get("data", {})}
+        sections["training"] = {"objective": objective, "max_steps": 1}
+        with pytest.raises(UserError) as error:
+            prepare(config_for(("local", layers), **sections))
+        return f"{error.value} {error.value.hint}"
+
+    assert '"training.objective": "image-text-to-text"' in said(llava, "sft")
+    other = save_multimodal(tmp_path / "other", "Mistral3ForConditionalGeneration")
+    assert "pictures cannot be trained with a mistral3 model yet" in said(other, layers=6)
+    for setting in ("packing", "padding_free"):
+        text = f"data.{setting} is for texts"
+        assert text in said(llava, data={setting: True})
+    quantised = {"name_or_path": str(llava), "quantization": "nf4"}
+    text = said(llava, model=quantised, adapter={"target_modules": ["q_proj"]})
+    assert "not trained over quantised weights yet" in text
+    for name in ("processor_config.json", "tokenizer.json"):
+        assert (llava / name).is_file()
+    bare = tmp_path / "bare"
+    shutil.copytree(llava, bare)
+    (bare / "processor_config.json").unlink()
+    assert "has no processor for pictures" in said(bare)
+
+
+def test_the_weights_of_the_tower_are_counted_on_the_first_stage(llava, tmp_path):
+    (tmp_path / "a.png").write_bytes(PNG)
+    path = save(tmp_path, row([str(tmp_path / "a.png")]))
+    sections = {"model": {"name_or_path": str(llava)}, "data": {"train": str(path)}}
+    made = prepare(config_for(("local", 2), ("local", 4), training=TRAINING, **sections))
+    model = AutoModelForImageTextToText.from_pretrained(llava)
+    parts = (model.model.vision_tower, model.model.multi_modal_projector)
+    tower = sum(parameter.nbytes for part in parts for parameter in part.parameters())
+    (tmp_path / "texts.jsonl").write_text('{"text": "a red square"}\n')
+    sections["data"] = {"train": str(tmp_path / "texts.jsonl")}
+    plain = prepare(config_for(("local", 2), ("local", 4), **sections))
+    more = [
+        one.weights - other.weights for one, other in zip(made.memory, plain.memory, strict=True)
+    ]
+    assert more == [tower, 0]
+
+
+def test_pictures_are_told_by_their_column():
+    fields = row(["a.png"])
+    assert objectives_of(Record("a:1", fields)) == ["image-text-to-text", "sft"]
+    assert objectives_of(Record("a:1", {"messages": fields["messages"]})) == ["sft"]

@@ -1,0 +1,169 @@
+"""Models that train with pictures: TRL's SFTTrainer and its collator are the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from hetero_framework.data.batches import PICTURES
+from hetero_framework.data.tokenizer import load_tokenizer
+from hetero_framework.data.train_data import TrainData, load_data
+from hetero_framework.trainer.coordinator import train
+from tests.cases import seldom
+from tests.extras.vision.seeing import FAMILIES, LAYERS, processor_of, save_rows
+from tests.integration.oracles import _arguments, _logged, assert_agree, read_rows, save_adapter
+from tests.integration.test_parity import assert_same, assert_same_runs, weights
+from tests.integration.test_resume import SAVING, evals, stop_after
+from tests.samples import config_for
+
+pytestmark = pytest.mark.xdist_group("pool2")
+
+TRAINING = {
+    **{"objective": "image-text-to-text", "max_steps": 4, "warmup_steps": 0},
+    **{"gradient_accumulation_steps": 2, "learning_rate": 1e-2},
+}
+CASES = [f"{family} {how}" for family in FAMILIES for how in ("full", "lora")]
+OFTEN = {"llava lora", "qwen2_5_vl full", "gemma3 full"}
+RUNS = seldom(CASES, *(case for case in CASES if case not in OFTEN))
+TEXTS = ("input_ids", "attention_mask", "labels")
+OF_TEXT = ("language_model", "text_model", "lm_head")
+FORMS = {
+    "messages": (False, {}, {"assistant_only_loss": True}),
+    "all tokens": (False, {"assistant_only_loss": False}, {}),
+    "padded": (False, {"pad_to_multiple_of": 8}, {"assistant_only_loss": True}),
+    "pairs": (True, {}, {"completion_only_loss": True}),
+    "whole pairs": (True, {"completion_only_loss": False}, {"completion_only_loss": False}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A function that gives the checkpoint of a family, made once."""
+    made: dict[str, Path] = {}
+
+    def model(family: str) -> Path:
+        if family not in made:
+            made[family] = FAMILIES[family](tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    return {pairs: save_rows(folder / str(pairs), pairs=pairs) for pairs in (False, True)}
+
+
+def data_of(model: Path, path: Path | None, **data: Any) -> TrainData:
+    sections: dict[str, Any] = {"model": {"name_or_path": str(model)}, "training": TRAINING}
+    sections["data"] = {"train": str(path), **data}
+    config = config_for(("local", LAYERS), **sections)
+    return load_data(config, load_tokenizer(config))
+
+
+def with_pictures(path: Path) -> datasets.Dataset:
+    """The rows as TRL's users have them, with pictures that `datasets` decodes."""
+    found = datasets.Dataset.from_list(read_rows(path))
+    return found.cast_column("images", datasets.List(datasets.Image()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_micro_batch_is_that_of_trls_collator(family, form, models, rows):
+    pairs, ours, theirs = FORMS[form]
+    model, path = models(family), rows[pairs]
+    data = data_of(model, path, **ours)
+    shared = {k: v for k, v in ours.items() if k == "pad_to_multiple_of"}
+    processor = processor_of(model)
+    collator = DataCollatorForVisionLanguageModeling(
+        processor, max_length=1024, **{"completion_only_loss": False, **theirs, **shared}
+    )
+    numbers = [0, 1, 2, 4]
+    expected = collator([with_pictures(path)[k] for k in numbers])
+    assert torch.any(expected["labels"] == -100)
+    found = data.micro_batch(np.array(numbers))
+    assert {n.removeprefix(PICTURES) for n in found} - {"position_ids"} == expected.keys()
+    for name, tensor in found.items():
+        if name != "position_ids":
+            torch.testing.assert_close(
+                tensor, expected[name.removeprefix(PICTURES)], rtol=0, atol=0, msg=name
+            )
+    plain = data.micro_batch(np.array([2]))
+    assert plain.keys() <= {*TEXTS, "token_type_ids", f"{PICTURES}mm_token_type_ids"}
+
+
+def trl_run(model: Path, path: Path, output: Path, adapter: Path | None, **settings: Any) -> Any:
+    """TRL's SFTTrainer over a model whose towers are frozen."""
+    whole: Any = AutoModelForImageTextToText.from_pretrained(model)
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad_(any(part in name for part in OF_TEXT))
+    if adapter is not None:
+        whole = PeftModel.from_pretrained(whole, adapter, is_trainable=True)
+    trainer = SFTTrainer(
+        whole,
+        _arguments(SFTConfig, output, {**TRAINING, **settings}),
+        train_dataset=with_pictures(path),
+        processing_class=processor_of(model),
+    )
+    trainer.train()
+    return _logged(trainer)
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_training_is_trls_under_any_cut_and_the_class_loads_the_result(
+    case, models, rows, losses, tmp_path
+):
+    family, _, how = case.partition(" ")
+    adapter = how == "lora"
+    model, path = models(family), rows[False]
+    sections: dict[str, Any] = {"model": {"name_or_path": str(model)}, "layers": LAYERS}
+    sections |= {"data": {"train": str(path)}, "training": TRAINING}
+    start = None
+    if adapter:
+        tower = ".*(vision|visual|projector|connector|merger).*"
+        start = save_adapter(
+            *(model, tmp_path / "start"),
+            **{"target_modules": ["q_proj", "v_proj"], "exclude_modules": tower},
+        )
+        sections["adapter"] = {"init_from": str(start)}
+    whole = losses([], "whole", **sections)
+    for cuts in ([2], [1, 3]):
+        assert losses(cuts, "cut", **sections) == whole
+        assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+    told = {"assistant_only_loss": True, "max_length": 1024}
+    assert_agree(whole, trl_run(model, path, tmp_path / "trl", start, **told))
+    result = tmp_path / "cut" / ("adapter" if adapter else "model")
+    about = {path.name for path in model.glob("*processor_config.json")}
+    assert about <= {path.name for path in result.iterdir()}
+    if adapter:
+        before = AutoModelForImageTextToText.from_pretrained(model)
+        names = {n for n, _ in PeftModel.from_pretrained(before, result).named_parameters()}
+        adapted = {name for name in names if "lora" in name}
+        assert adapted
+        assert all(any(part in name for part in OF_TEXT) for name in adapted)
+    else:
+        assert processor_of(result).image_token
+        _, report = AutoModelForImageTextToText.from_pretrained(result, output_loading_info=True)
+        assert not any(report.values()), report
+
+
+def test_a_resumed_run_under_another_plan_is_the_whole_run(models, rows, configured, tmp_path):
+    model, path = models("llava"), rows[False]
+    sections: dict[str, Any] = {"model": {"name_or_path": str(model)}, "layers": LAYERS}
+    sections |= {"data": {"train": str(path), "eval": str(path)}}
+    sections["training"] = {**TRAINING, **SAVING, "eval_steps": 2}
+    train(configured([2], "whole", **sections), debug=True)
+    stop_after(configured([1, 3], "parts", **sections), 3)
+    train(configured([3], "parts", **sections), resume=2, debug=True)
+    assert_same_runs(tmp_path / "parts", tmp_path / "whole")
+    assert evals(tmp_path / "parts") == evals(tmp_path / "whole")
