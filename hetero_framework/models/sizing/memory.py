@@ -552,7 +552,7 @@ def _stage_memory(
     differentiates: bool,
 ) -> StageMemory:
     training, skeleton, rng = config.training, shapes.skeleton, ShardRange.of(spec)
-    machine = config.coordinator if spec.owner == "local" else config.worker(spec.owner)
+    device = (config.coordinator if spec.owner == "local" else config.worker(spec.owner)).device
     held = {name: size for name, size in shapes.weights.items() if skeleton.holds(name, rng)}
     targets = skeleton.targets(rng)
     # One storage for all tied weights here.
@@ -568,8 +568,7 @@ def _stage_memory(
     added = sum(count * size for name, (count, size) in trained.items() if name not in held)
     here = {None, *range(rng.start, rng.end)}
     buffers = sum(n for name, n in shapes.buffers.items() if skeleton.layer_of(name) in here)
-    if rng.is_first and shows_pictures(training.data_kind):
-        buffers += shapes.towers
+    towers = shapes.towers if rng.is_first and shows_pictures(training.data_kind) else 0
     running = _running(spec, shapes, config, tokens, differentiates)
     learns = trained if shapes.trains_everything else {}
     frozen = _by_layer(spec, shapes, {n: size for n, size in held.items() if n not in trained})
@@ -578,7 +577,7 @@ def _stage_memory(
         stage=spec,
         parameters=sum(shapes.numbers[name] for name in held)
         + sum(count for name, (count, _) in trained.items() if name not in held),
-        weights=sum(held.values()) + added + buffers,
+        weights=sum(held.values()) + added + buffers + towers,
         gradients=gradients,
         trained=sum(count for count, _ in trained.values()),
         optimizer=_optimizer_bytes(training.optim, trained, shapes.embeddings),
@@ -586,15 +585,14 @@ def _stage_memory(
         in_flight=in_flight,
         **vars(running),
         foreach=stepped if training.optim == "adamw_torch" else 0,
-        device=machine.device,
+        device=device,
         frozen=frozen,
         learned=learned,
         largest=max((count for count, _ in trained.values()), default=0),
         states_move=not keeps_states(training.optim),
     )
     memory = _partly_away(resident, shapes, config, tokens, differentiates)
-    kind = machine.device.partition(":")[0]
-    return memory.placed(machine.device, one_memory=kind in ONE_MEMORY)
+    return memory.placed(device, one_memory=device.partition(":")[0] in ONE_MEMORY)
 
 
 def _by_layer(spec: StageSpec, shapes: Shapes, sizes: Mapping[str, int]) -> tuple[int, ...]:
