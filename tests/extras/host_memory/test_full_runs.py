@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hetero_framework.config import Config
 from hetero_framework.trainer.coordinator import train
 from tests.extras.host_memory.test_runs import SAVED, run
 from tests.integration.test_parity import assert_same, weights
@@ -56,3 +57,17 @@ def test_full_training_goes_on_with_other_layers_in_host_memory(
         train(run(output, tied, texts, offload, **FULL, **SAVED), resume=step)
         assert read_metrics(output) == read_metrics(whole_in_full)
         assert_same(weights(output), weights(whole_in_full))
+
+
+def test_stages_of_one_worker_in_turn_have_trained_layers_that_visit(
+    tied, texts, tmp_path, whole_in_full
+):
+    raw = run(tmp_path / "run", tied, texts, 0, **FULL).to_dict()
+    ends = (("local", 0, 0), (1, 3, 3), ("local", 4, 0), (1, 6, 2), ("local", 6, 0))
+    raw["shard_plan"], start = [], 0
+    for owner, end, offload in ends:
+        raw["shard_plan"].append({"id": owner, "start": start, "end": end, "offload": offload})
+        start = end
+    train(Config.from_dict(raw))
+    assert read_metrics(tmp_path / "run") == read_metrics(whole_in_full)
+    assert_same(weights(tmp_path / "run"), weights(whole_in_full))

@@ -35,8 +35,8 @@ from hetero_framework.trainer.coordinator import Coordinator, train
 from tests.extras.islands.helpers import StandIn, outcomes, serving, train_islands
 from tests.installed import needs
 from tests.integration.test_parity import LORA, assert_same, weights
-from tests.pools import Notes, Pool
-from tests.samples import plan_of, save_llama, save_texts
+from tests.pools import Notes, Pool, read_metrics
+from tests.samples import DEVICE, plan_of, save_llama, save_texts
 
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
@@ -154,6 +154,25 @@ def test_two_islands_of_any_plans_are_one_training(pool, settings, tmp_path, mon
     a, whole_weights = weights(tmp_path / "cut" / "a"), weights(tmp_path / "whole")
     for key, tensor in whole_weights.items():
         torch.testing.assert_close(a[key], tensor, rtol=1e-3, atol=1e-5)
+
+
+@needs("host_memory")
+@pytest.mark.skipif(DEVICE == "cpu", reason="the CPU and the machine have one memory")
+@pytest.mark.parametrize("section", [{}, {"sync_steps": 2}], ids=["every step", "rounds"])
+def test_trained_layers_of_islands_may_visit(section, pool, settings, tmp_path, monkeypatch):
+    # The islands are threads here, which share the random numbers that this check draws.
+    monkeypatch.setattr("hetero_framework.extras.host_memory.residence.admit_streaming", lambda _: 0)
+    for offload in (0, 6):
+        raws = {}
+        for name in "ab":
+            folder, own = tmp_path / f"{offload}" / name, {"name": name, **section}
+            raws[name] = island(pool, folder, [], settings, section=own)
+            raws[name]["shard_plan"][0]["offload"] = offload
+        train_islands(raws)
+    for name in "ab":
+        stayed, visited = tmp_path / "0" / name, tmp_path / "6" / name
+        assert read_metrics(visited) == read_metrics(stayed)
+        assert_same(weights(visited), weights(stayed))
 
 
 @needs("streams")
