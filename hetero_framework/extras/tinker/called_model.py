@@ -26,7 +26,7 @@ from hetero_framework.data.tokenizer import load_tokenizer
 from hetero_framework.engine.grad_clip import clip_factor
 from hetero_framework.engine.stage import WEIGHTS
 from hetero_framework.engine.stage_api import GradientReport, StepInfo
-from hetero_framework.errors import CheckpointError, ConfigError, UserError
+from hetero_framework.errors import CheckpointError, ConfigError, HeteroError, UserError
 from hetero_framework.extras.talking.generation import Generator
 from hetero_framework.extras.talking.sampling import SampleRequest, SampleResult
 from hetero_framework.extras.tinker.datums import CallExamples, Limits
@@ -96,6 +96,7 @@ class CalledModel:
         self._open: list[CallExamples] = []
         self._added = 0  # calls of the open step whose gradients the stages have
         self._reports: list[GradientReport] = []
+        self._repeats = False  # calls are done again
         self._mine: dict[str, torch.Tensor] = {}  # the trained weights, while others are in place
 
     # -- the model ------------------------------------------------------------------------------
@@ -178,29 +179,40 @@ class CalledModel:
     # -- recovery -------------------------------------------------------------------------------
 
     def _exactly(self, do: Callable[[], T]) -> T:
-        """Do something, and begin again whenever a worker's process is replaced meanwhile."""
+        """Do something, and begin again whenever a worker's process is replaced meanwhile. What a
+        mistake of this program left half done on the stages is undone."""
         tries = count()
 
         def attempt() -> T:
             if next(tries):
                 self._go_back()
             log.set_step(self._step.step + 1)
-            return self._cluster.retrying(do)
+            try:
+                return self._cluster.retrying(do)
+            except FAULTS as error:
+                if self._repeats:
+                    raise HeteroError("a call cannot be done again: start anew") from error
+                self._go_back()
+                raise
 
         return self._cluster.recovery.outlive(attempt)
 
     def _go_back(self) -> None:
         """Have all stages take the durable step, and do the calls since then again."""
-        open_calls, self._open, self._added, self._mine = self._open, [], 0, {}
         state = self._cluster.retrying(self._durable.rewind)
         if state is None:
             self._cluster.assemble(self._made, self._in_flight)
             state = TrainState()
-        after, done = int(state.group.get("calls", 0)), self.done
-        self._step, self.done = state, after
+        # Nothing is forgotten where another loss ends this in between.
+        kept = self._open, 0, self.done, self._repeats
+        after = int(state.group.get("calls", 0))
+        self._open, self._added, self._mine, self._step = [], 0, {}, state
         _log.warning("the calls after number %d are done again", after)
-        self.repeat(after, done)
-        self._open, self._added, self.done = open_calls, 0, done
+        self.done, self._repeats = after, True
+        try:
+            self.repeat(after, kept[2])
+        finally:
+            self._open, self._added, self.done, self._repeats = kept
 
     def _drop(self) -> None:
         """Forget the open step."""
@@ -321,7 +333,11 @@ class CalledModel:
             self._cluster.pipeline.rewind(None, {})
             load_by_name(self._cluster, tensors, values)
 
-        self._exactly(load)
+        try:
+            self._exactly(load)
+        except UserError:
+            self._exactly(self._go_back)  # a part may be loaded
+            raise
         if number:
             self._advance(number)
         else:

@@ -102,10 +102,16 @@ class Service:
             calls = sorted(self._log.items())
         for number, entry in calls:
             is_new = answers and entry.id not in self._answers
+            if self._has_failed(entry.id):
+                continue  # it changed nothing
             if after < number <= up_to and (entry.kind in _CHANGING or is_new):
                 result = _tried(entry.kind, partial(self._do, entry))
                 if is_new:
                     self._answered(entry, result)
+
+    def _has_failed(self, id: str) -> bool:
+        _, result = self._answers.get(id, (0, b""))
+        return isinstance(result, dict) and "error" in result
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Do calls until it is time to stop."""

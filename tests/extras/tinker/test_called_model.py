@@ -13,10 +13,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hetero_framework.engine.pipeline import Pipeline
 from hetero_framework.errors import UserError
 from hetero_framework.extras.talking.sampling import SampleRequest
 from hetero_framework.extras.tinker.called_model import CalledModel, Lora
 from hetero_framework.extras.tinker.datums import Limits, call_of, logprobs_of
+from hetero_framework.trainer.durable import DurableSteps
 from tests.extras.tinker.calling import ADAM, called, drawn, request
 from tests.samples import machines_here, save_llama
 
@@ -110,20 +112,54 @@ def test_every_cut_gives_the_same_bits(cuts, pool, whole, model, tmp_path):
     equal(found, whole[1])
 
 
-def test_a_killed_worker_changes_nothing(whole, model, tmp_path):
+@pytest.mark.parametrize("also", [False, True], ids=["one", "the other meanwhile"])
+def test_a_killed_worker_changes_nothing(also, whole, model, tmp_path, monkeypatch):
     raw = {**machines_here(("local", 2), (1, 4), (2, 6)), **sections(model)}
     raw["training"] = {**raw["training"], "output_dir": str(tmp_path)}
     killed, before = [], psutil.Process().children()  # those of the pool among them
+    rewind = DurableSteps.rewind
 
     def kill() -> None:
-        if not killed:
-            worker = next(child for child in psutil.Process().children() if child not in before)
-            killed.append(worker.pid)
-            worker.kill()
+        worker = next(child for child in psutil.Process().children() if child not in before)
+        killed.append(worker.pid)
+        worker.kill()
 
+    def rewound(steps: DurableSteps) -> Any:
+        if also and len(killed) == 1:
+            kill()
+        return rewind(steps)
+
+    monkeypatch.setattr(DurableSteps, "rewind", rewound)
     with called(raw) as made:
         found = train(made, tmp_path, kill).seen
-    assert killed
+    assert len(killed) == 1 + also
+    equal(found, whole[1])
+
+
+def test_what_a_mistake_left_half_done_is_undone(whole, model, tmp_path, monkeypatch):
+    raw = {**machines_here(("local", 2), (1, 6)), **sections(model)}
+    raw["training"] = {**raw["training"], "output_dir": str(tmp_path)}
+    commit, failed = Pipeline.commit, []
+
+    def committed(*given: Any) -> None:
+        commit(*given)
+        failed.append(len(failed))
+        if failed[-1] in (0, 2):
+            raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(Pipeline, "commit", committed)
+    with called(raw) as made:
+        step = made.optim_step
+
+        def again(*given: Any) -> Any:
+            try:
+                return step(*given)
+            except RuntimeError:
+                return step(*given)
+
+        monkeypatch.setattr(made, "optim_step", again)
+        found = train(made, tmp_path).seen
+    assert len(failed) >= 4
     equal(found, whole[1])
 
 
