@@ -336,7 +336,8 @@ def predicted_peak(bench: Bench, ways: int) -> int:
 
 CHECKS: tuple[Callable[[Bench], Result], ...] = (
     *(fp16, padding_free, loss_chunks, compiled, lora_int8, optimizer_8bit, tied, recompute),
-    *(several_stages, cpu_coordinator, wire_codecs, resume, codecs, stream_frozen, stream_8b),
+    *(several_stages, cpu_coordinator, wire_codecs, resume, codecs),
+    *(stream_frozen, stream_trained, stream_8b),
     *(offload_optimizer, memory_returns),
     *(out_of_memory, estimate),
 )

@@ -192,6 +192,8 @@ class CalledModel:
             except FAULTS as error:
                 if self._repeats:
                     raise HeteroError("a call cannot be done again: start anew") from error
+                self._cluster.retrying(self._cluster.pipeline.drain_commits)
+                self._cluster.retrying(self._cluster.pipeline.abort)
                 self._go_back()
                 raise
 
