@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,4 +77,6 @@ def make(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Make a model of 100,000 weights, and its endpoint.")
+    parser.add_argument("folder", type=Path)
+    make(parser.parse_args().folder)
