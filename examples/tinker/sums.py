@@ -77,6 +77,6 @@ def make(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Make a model of 100,000 weights, and its endpoint.")
+    parser = argparse.ArgumentParser(description="Make the model and its endpoint.")
     parser.add_argument("folder", type=Path)
     make(parser.parse_args().folder)
