@@ -34,7 +34,7 @@ def test_states_in_host_memory_are_part_of_a_checkpoint(tmp_path, monkeypatch, l
     prepared: Any = SimpleNamespace(
         config=SimpleNamespace(training=training),
         data=SimpleNamespace(total_steps=1, steps_per_epoch=1),
-        memory=[SimpleNamespace(gradients=1 << 20, states=2 << 20)],
+        memory=[SimpleNamespace(trained_bytes=1 << 20, states=2 << 20)],
     )
     store: Any = SimpleNamespace(complete_steps=list, root=tmp_path)
     warn_of_a_small_disk(prepared, store, 0)

@@ -504,7 +504,8 @@ def test_a_loss_of_routers_that_counts_no_items_is_refused(monkeypatch):
     config = tiny_config("mixtral")
     config.output_router_logits = True
     found = replace(introspect(config), loss_counts_items=False)
-    monkeypatch.setattr(shard_module, "introspect", lambda config: found)
+    monkeypatch.setattr(partition, "_skeletons", {})
+    monkeypatch.setattr(partition, "introspect", lambda config: found)
     with pytest.raises(ArchitectureError, match="not a sum over tokens and what the routers add"):
         build_shard(config, None, WHOLE)
 
@@ -559,6 +560,7 @@ def test_weights_that_layers_share_are_parameters_of_each_layer():
 
 def test_weights_that_layers_share_and_the_library_does_not_tie_are_refused(monkeypatch):
     config = tiny_config("zamba2")
+    monkeypatch.setattr(partition, "_skeletons", {})
     monkeypatch.setattr(partition, "tied_names", lambda model: {})
     with pytest.raises(ArchitectureError, match=r"shared_transformer.* shared by layers \[2, 5\]"):
         build_shard(config, None, ShardRange(0, 3, True, False))
