@@ -26,7 +26,7 @@ SKIPPED = (
 )
 """Checks of `benchmarks.gpu` that need kernels or times of a real card."""
 OF_ANOTHER = (
-    *("parity_bf16", "fp16", "stream_frozen", "stream_trained", "offload_optimizer"),
+    *("parity_bf16", "fp16", "stream_frozen", "offload_optimizer"),
     *("memory_returns", "out_of_memory", "estimate"),
 )
 """Those in which an accelerator that is not CUDA goes another way: casts, streams, memory."""

@@ -16,7 +16,7 @@ from hetero_framework.config import Config, StageSpec
 from hetero_framework.core.devices import Device
 from hetero_framework.core.planned_order import FORWARD
 from hetero_framework.engine.stage_api import Residence, States, Transfer
-from hetero_framework.errors import ArchitectureError
+from hetero_framework.errors import ArchitectureError, DeviceError
 from hetero_framework.extras.host_memory.optimizer_states import OptimizerStates
 from hetero_framework.extras.host_memory.stored_inputs import StoredInputs
 from hetero_framework.extras.host_memory.streamed_layers import (
@@ -58,7 +58,8 @@ def reside(
     if entry.offload:
         assert isinstance(entry.offload, int)
         admit_streaming(ModelSource.of(config).config)
-        trains = config.adapter is None
+        if trains := config.adapter is None:
+            check_trained_may_visit(device.torch_device)
         shard, layers = load_streamed(load, rng, kept, device, entry.offload, trains=trains)
     else:
         shard = load(rng, kept)
@@ -67,6 +68,17 @@ def reside(
     states = OptimizerStates(device, visiting) if away else None
     inputs = StoredInputs(device, spec) if config.offloads_inputs(spec.index) else None
     return shard, HostMemory(layers, states, inputs)
+
+
+def check_trained_may_visit(device: torch.device) -> None:
+    """Raise DeviceError where torch lets no parameter be read in host memory, as results are."""
+    try:
+        Parameter(torch.empty(1, device=device)).data = torch.empty(1)
+    except RuntimeError as error:
+        raise DeviceError(
+            f"layers that are trained cannot stay in host memory beside {device}: {briefly(error)}",
+            hint="set offload to 0 in shard_plan; training.offload_optimizer saves memory, too",
+        ) from error
 
 
 class HostMemory(Residence):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from hetero_framework.errors import ArchitectureError
+from hetero_framework.errors import ArchitectureError, DeviceError
 from hetero_framework.extras.host_memory import residence
 from hetero_framework.extras.host_memory.streamed_layers import StreamedLayers
 from hetero_framework.models.cut.shard import Shard
@@ -36,3 +37,17 @@ def test_layers_that_are_overwritten_too_early_are_seen(recomputed, monkeypatch)
     monkeypatch.setattr(equivalence, "recall", lambda *_: None)
     with pytest.raises(ArchitectureError, match="cannot stay in host memory"):
         residence.admit_streaming(tiny_config("llama"))
+
+
+def test_trained_layers_visit_only_where_a_parameter_may_be_read_in_host_memory(monkeypatch):
+    residence.check_trained_may_visit(torch.device("cpu"))
+
+    class Bound(torch.nn.Parameter):
+        """As on an accelerator that torch knows only by its extension."""
+
+        def __setattr__(self, name, value):
+            raise RuntimeError("incompatible tensor type")
+
+    monkeypatch.setattr(residence, "Parameter", Bound)
+    with pytest.raises(DeviceError, match="cannot stay in host memory beside cpu: RuntimeError"):
+        residence.check_trained_may_visit(torch.device("cpu"))
