@@ -140,8 +140,7 @@ def estimated_fleet(draw: random.Random, seconds: Sequence[Seconds]) -> list[Fle
 def _estimated(
     device: KnownDevice, job: Sequence[int], tokens: int, packed: bool, estimate: Seconds
 ) -> dict[str, Any]:
-    """What a device takes for a row of `tokens`. `packed`: its weights have 4 bits, but not on a
-    Mac."""
+    """The work of a device for a row of `tokens`. `packed`: weights have 4 bits, not on a Mac."""
     width, wide, vocabulary = job
     packed &= device.kind != "apple"
     numbers, kept = 4 * width**2 + 3 * width * wide, 2.0 * tokens * (16 * width + 3 * wide)

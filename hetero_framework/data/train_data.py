@@ -321,7 +321,7 @@ class Reader:
 
     @property
     def more(self) -> list[Any]:
-        """What the formatter and `kept` of the kind take beside the settings."""
+        """Further arguments of the kind's `formatter` and `kept`, behind the settings."""
         return [thing for thing in (self.labels, self.beside) if thing is not None]
 
     def prepare(self, config: Config, stated: Any = None) -> None:

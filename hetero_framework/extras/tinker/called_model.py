@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 _MOST_TOKENS = 1 << 15
 _ALPHA = 32
 FAULTS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a mistake of this program raises in a call; any other exception ends the server."""
+"""Exceptions that a bug raises: the call is answered as failed. All others end the server."""
 _ADAM = ("beta1", "beta2", "eps", "weight_decay")
 T = TypeVar("T")
 
@@ -328,7 +328,6 @@ class CalledModel:
             raise CheckpointError("that state was trained on other weights than the model has")
         tensors: NamedTensors = reader if with_optimizer else _Weights(reader)
         values = reader.manifest["values"] if with_optimizer else {}
-        self._drop()
 
         def load() -> None:
             self._cluster.pipeline.abort()
@@ -340,6 +339,7 @@ class CalledModel:
         except UserError:
             self._exactly(self._go_back)  # a part may be loaded
             raise
+        self._drop()
         if number:
             self._advance(number)
         else:

@@ -62,7 +62,7 @@ class CallExamples:
 
 def message_of(kind: str, body: bytes) -> Any:
     """A request as the client's own types read it: a ForwardBackwardRequest, or a dict in which
-    what the client left out has its default. Raises UserError."""
+    fields that the client left out have their defaults. Raises UserError."""
     from google.protobuf.message import DecodeError
     from pydantic import ValidationError
     from tinker import types

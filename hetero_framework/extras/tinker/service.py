@@ -102,16 +102,18 @@ class Service:
             calls = sorted(self._log.items())
         for number, entry in calls:
             is_new = answers and entry.id not in self._answers
-            if self._has_failed(entry.id):
-                continue  # it changed nothing
+            if self._was_undone(entry.id):
+                continue
             if after < number <= up_to and (entry.kind in _CHANGING or is_new):
                 result = _tried(entry.kind, partial(self._do, entry))
                 if is_new:
                     self._answered(entry, result)
 
-    def _has_failed(self, id: str) -> bool:
+    def _was_undone(self, id: str) -> bool:
+        """Whether a call ended by a fault of the server, and so changed nothing. One that ended by
+        the client's mistake may have dropped the open step."""
         _, result = self._answers.get(id, (0, b""))
-        return isinstance(result, dict) and "error" in result
+        return isinstance(result, dict) and result.get("category") == "server"
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Do calls until it is time to stop."""
@@ -481,8 +483,8 @@ class Service:
 
 
 def _tried(kind: str, do: Callable[[], T]) -> T | dict[str, Any]:
-    """What a call gives. If it fails, the client's answer: that it did something wrong, or that
-    something failed here."""
+    """The result of a call. If it fails, an answer with the error, which names the client or the
+    server as its cause."""
     try:
         return do()
     except UserError as error:

@@ -63,7 +63,7 @@ def cases() -> Iterator[tuple[tuple[int, ...], int, dict[str, Any], dict[str, An
 
 @cache
 def whole(told: str, settings: str) -> tuple[list[float], Tensors]:
-    """What the model in one piece on the device comes to; the same for all cuts."""
+    """The weights of the uncut model after training on the device. All cuts share the result."""
     training = Training(config((), **json.loads(settings)), Device())
     return by_name(training.train(2, **json.loads(told)))
 

@@ -22,7 +22,7 @@ GSM8K = "---\nconfigs:\n- config_name: main\n  data_files: main/train.jsonl\n---
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What the recipes look for by name: a model with its tokenizer, and their data."""
+    """A folder with the model, the tokenizer and the data that the recipes name."""
     folder = tmp_path_factory.mktemp("cookbook")
     save_llama(folder / MODEL, layers=2, max_position_embeddings=1024)
     talk = [{"role": "user", "content": "the model"}, {"role": "assistant", "content": "trains"}]

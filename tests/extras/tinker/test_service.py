@@ -145,3 +145,21 @@ def test_the_base_model_of_a_sampler_is_told(service):
     id = ask(service, "create_sampling_session", told)["sampling_session_id"]
     about = {"sampler_id": id, "base_model": "tiny", "model_path": None}
     assert ask(service, f"samplers/{id}", b"") == about
+
+
+def test_of_failed_calls_only_those_of_the_client_are_done_again(service):
+    model = model_of(service, session(service))["model_id"]
+    done: list[int] = []
+
+    def fails(adam: Any, number: int) -> Any:
+        done.append(number)
+        raise errors[number]
+
+    errors = {2: UserError("a gradient is not finite"), 3: RuntimeError("a bug")}
+    service._model.optim_step = fails
+    assert [result(service, "optim_step", step(model, n))["category"] for n in (1, 2)] == [
+        "user",
+        "server",
+    ]
+    service._repeat(0, 3)
+    assert done == [2, 3, 2]
