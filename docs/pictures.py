@@ -117,8 +117,11 @@ def _read(terminal: int) -> str:
 
 def screen(written: str) -> str:
     """The screen of a terminal after `written`: text with colours, and tables that rich redraws."""
-    rows, row = [""], 0
-    for part in re.split(r"(\x1b\[[?\d;]*[A-Za-z]|\r|\n)", written):
+    rows, row, over = [""], 0, False
+    for part in filter(None, re.split(r"(\x1b\[[?\d;]*[A-Za-z]|\r|\n)", written)):
+        if over and part[0] not in "\r\n\x1b":  # written over what stands there
+            rows[row], part = "", part + rows[row][len(part) :]
+        over = part == "\r"
         if part == "\n":
             row += 1
             rows += [""] * (row == len(rows))

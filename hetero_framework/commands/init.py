@@ -102,6 +102,8 @@ def run(arguments: argparse.Namespace) -> None:
         objective = config.training.objective
         if arguments.objective is None and objective != "sft":
             print(f"training.objective is {objective}, as the fields of the data tell")
+        if isinstance(error := attempt(lambda: checked_data(answers.data or "")), UserError):
+            print(f"note: {error}")
     if config is None:
         print("nothing was changed")
         return

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from hetero_framework.core.addresses import parsed
 from hetero_framework.core.identity import Identity
 from hetero_framework.errors import IdentityError
 
@@ -72,10 +73,18 @@ class Authority:
 
     def sign(self, identity: Identity, key: ec.EllipticCurvePublicKey) -> x509.Certificate:
         """A certificate of `identity` for the owner of `key`."""
-        builder = _builder(_name(str(identity)), self.certificate.subject, key)
+        uses = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+        return self._signed(str(identity), x509.UniformResourceIdentifier(identity.uri), key, *uses)
+
+    def _signed(
+        self,
+        subject: str,
+        name: x509.GeneralName,
+        key: ec.EllipticCurvePublicKey,
+        *uses: x509.ObjectIdentifier,
+    ) -> x509.Certificate:
+        builder = _builder(_name(subject), self.certificate.subject, key)
         ski = self.certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-        name = x509.UniformResourceIdentifier(identity.uri)
-        uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         return (
             builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
             .add_extension(_key_usage(authority=False), True)
@@ -92,6 +101,14 @@ class Authority:
         key = new_key()
         made = self.sign(identity, key.public_key())
         return bundle(key, made, self.certificate), made.serial_number
+
+    def issue_for_host(self, host: str) -> bytes:
+        """A bundle for a server that others know by this address or name. Its certificate names no
+        process, so the cluster's machines refuse it. Raises ValueError for what is no name."""
+        address, key = parsed(host), new_key()
+        name = x509.DNSName(host) if address is None else x509.IPAddress(address)
+        made = self._signed(host, name, key.public_key(), ExtendedKeyUsageOID.SERVER_AUTH)
+        return bundle(key, made, self.certificate)
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-_ONCE_MORE = b"\nhetero: stopping after this step or call; once more stops at once\n"
+_ONCE_MORE = b"\nhetero: stopping as soon as the current work is done; once more stops at once\n"
 _POLL_S = 0.2
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")
 

@@ -1,7 +1,7 @@
-"""The endpoint's HTTP, on the loopback, to clients that have its key.
+"""The endpoint's HTTP, on the loopback or over TLS, to clients that have its key.
 
-Requests from a page in a browser (with an Origin) and by a foreign name of the loopback are
-refused. Of many connections that have not said anything yet, the oldest give way.
+Requests from a page in a browser (with an Origin) and by a foreign name are refused. Of many
+connections that have not said anything yet, the oldest give way.
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ import json
 import logging
 import re
 import secrets
+import socket
+import ssl
 import sys
+import tempfile
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any
 
-from hetero_framework.core.addresses import LOOPBACK
-from hetero_framework.core.files import write_private
-from hetero_framework.errors import HeteroError
+from hetero_framework.core import tls
+from hetero_framework.core.addresses import LOOPBACK, is_local_address, parsed
+from hetero_framework.core.files import write_file, write_private
+from hetero_framework.errors import ConfigError, HeteroError, NetworkError, in_words
 from hetero_framework.extras.tinker.journal import MOST_BYTES
 from hetero_framework.extras.tinker.service import Refused, Service
 from hetero_framework.file_trust import read_own
+from hetero_framework.security.keys import KeyDirectory
 
 _SILENCE_S = 60.0
 _MOST_SILENT = 128  # connections that wait for a request
@@ -41,16 +47,52 @@ def key_in(folder: Path) -> str:
     return key
 
 
+def encryption_for(host: str, keys: KeyDirectory, folder: Path) -> tuple[ssl.SSLContext, Path]:
+    """TLS for an endpoint at `host`, with a new key, and the file in `folder` with the certificate
+    that clients are to trust. Raises ConfigError for what is no address or name of this machine,
+    and IdentityError where the cluster's authority is not on this machine."""
+    from hetero_framework.security.certificates import read_authority  # needs cryptography
+
+    address = parsed(host)
+    if not is_local_address(host) or (address is not None and address.is_unspecified):
+        raise ConfigError(
+            f"--host is {host}, which is no address or name of this machine",
+            hint="name the one by which clients reach it",
+        )
+    authority = read_authority(keys)
+    with tempfile.TemporaryDirectory() as place:
+        write_private(Path(place, "key"), authority.issue_for_host(host))
+        made = tls.context(Path(place, "key"), server=True, alpn="http/1.1", anonymous=True)
+    write_file(trusted := folder / "trusted.pem", authority.certificate_pem)
+    return made, trusted
+
+
 class Endpoint(ThreadingHTTPServer):
-    """Serves within its `with` block."""
+    """Serves within its `with` block: at `host` over TLS, or on the loopback. Raises NetworkError
+    where it cannot listen."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, service: Service, key: str, port: int = 0) -> None:
-        super().__init__((LOOPBACK, port), _ClientRequest)
-        self.service, self.key = service, key
-        self.address = f"http://{LOOPBACK}:{self.server_address[1]}"
+    def __init__(
+        self,
+        service: Service,
+        key: str,
+        port: int = 0,
+        host: str = LOOPBACK,
+        encryption: ssl.SSLContext | None = None,
+    ) -> None:
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), _ClientRequest)
+        except OSError as error:
+            text = f"the endpoint cannot listen on {host}:{port}: {in_words(error)}"
+            raise NetworkError(text, hint="take another port with --port N") from error
+        self.service, self.key, self._encryption = service, key, encryption
+        self.name = f"[{host}]" if ":" in host else host
+        scheme = "http" if encryption is None else "https"
+        self.address = f"{scheme}://{self.name}:{self.server_address[1]}"
         self._silent: dict[Any, None] = {}
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="endpoint")
@@ -74,7 +116,18 @@ class Endpoint(ThreadingHTTPServer):
                 oldest = next(iter(self._silent))
                 del self._silent[oldest]
                 with suppress(OSError):
-                    oldest.shutdown(2)
+                    socket.socket.shutdown(oldest, 2)
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # without a question to a name server
+
+    def get_request(self) -> tuple[Any, Any]:
+        """A connection; its thread shakes hands, not the one that accepts."""
+        plain, address = super().get_request()
+        if self._encryption is None:
+            return plain, address
+        how: dict[str, Any] = {"server_side": True, "do_handshake_on_connect": False}
+        return self._encryption.wrap_socket(plain, **how), address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self.waits(request, silent=True)
@@ -116,9 +169,9 @@ class _ClientRequest(BaseHTTPRequestHandler):
 
     def _check(self, path: str) -> None:
         hosts, given = self.headers.get_all("Host", []), self.headers.get("X-API-Key", "")
-        known = rf"({re.escape(LOOPBACK)}|localhost)(:\d{{1,5}})?"
-        if len(hosts) != 1 or not re.fullmatch(known, hosts[0]):
-            raise self._closing(421, "the endpoint answers to its name on the loopback only")
+        known = rf"({re.escape(self.server.name)}|localhost)(:\d{{1,5}})?"
+        if len(hosts) != 1 or not re.fullmatch(known, hosts[0], re.IGNORECASE):
+            raise self._closing(421, f"the endpoint answers to its name only, {self.server.name}")
         if "Origin" in self.headers:
             raise self._closing(403, "requests from a page in a browser are refused")
         if path in _OPEN and self.command == "GET":

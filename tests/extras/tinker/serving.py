@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -21,8 +20,11 @@ from tests.waiting import WAIT_S
 class Server:
     """`hetero serve` in a process of its own, which a test may kill and start again."""
 
-    def __init__(self, folder: Path, model: Path, *parts: tuple[str | int, int]) -> None:
+    def __init__(
+        self, folder: Path, model: Path, *parts: tuple[str | int, int], host: str | None = None
+    ) -> None:
         """`parts` are those of `machines_here`; none: one process for the two layers."""
+        self.host = [] if host is None else ["--host", host]
         training = {"output_dir": str(folder / "out"), "per_device_train_batch_size": 4}
         whole = {"name_or_path": str(model)}
         machines = machines_here(*(parts or (("local", 2),)))
@@ -32,14 +34,14 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        words = ["serve", "--config", str(self.file), "--port", str(self.port)]
+        words = ["serve", "--config", str(self.file), "--port", str(self.port), *self.host]
         command = [sys.executable, "-m", "hetero_framework", *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        found = re.search(r"TINKER_BASE_URL=(\S+) TINKER_API_KEY=(\S+)", line)
-        assert found, line
-        self.url, self.key = found[1], found[2]
+        assert line.startswith("export "), line
+        self.told = dict(part.split("=") for part in line.split()[1:])
+        self.url, self.key = self.told["TINKER_BASE_URL"], self.told["TINKER_API_KEY"]
 
     def kill(self) -> None:
         self.process.kill()
@@ -72,9 +74,11 @@ class Server:
 
 
 @contextmanager
-def served(folder: Path, model: Path, *parts: tuple[str | int, int]) -> Iterator[Server]:
+def served(
+    folder: Path, model: Path, *parts: tuple[str | int, int], **how: Any
+) -> Iterator[Server]:
     folder.mkdir(exist_ok=True)
-    server = Server(folder, model, *parts)
+    server = Server(folder, model, *parts, **how)
     try:
         yield server
     finally:

@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 from peft import PeftConfig
 
+from hetero_framework.errors import ConfigError, IdentityError, NetworkError
+from hetero_framework.extras.tinker.endpoint import Endpoint, encryption_for
+from hetero_framework.security.certificates import ensure_authority
+from hetero_framework.security.keys import FOLDER, KeyDirectory
 from tests.cases import seldom
 from tests.extras.tinker.calling import ADAM, drawn, request
 from tests.extras.tinker.serving import Server, served
@@ -81,7 +85,7 @@ def test_a_killed_coordinator_goes_on_with_the_same_bits(kills, model, tmp_path)
     [
         ("get_info", {}, {"X-API-Key": "tml-wrong"}, 401, "the API key is wrong"),
         ("get_info", {}, {"Origin": "http://evil.example"}, 403, "a page in a browser"),
-        ("get_info", {}, {"Host": "evil.example"}, 421, "on the loopback only"),
+        ("get_info", {}, {"Host": "evil.example"}, 421, "to its name only, 127.0.0.1"),
         ("get_info", {}, {"Content-Length": str(1 << 40)}, 413, "is the most"),
         ("get_info", b"[]", {}, 400, "get_info: the body cannot be read"),
         ("get_info", {"model_id": "x"}, {}, 404, "there is no model 'x'"),
@@ -112,6 +116,17 @@ def test_a_second_session_is_told_who_has_the_model(server, model):
     assert "beta1 is 1.0" in server.result("optim_step", bad)["error"]
 
 
+def test_an_endpoint_that_cannot_be_is_refused_in_words(server, tmp_path):
+    keys = KeyDirectory(tmp_path)
+    with pytest.raises(ConfigError, match="no address or name of this machine"):
+        encryption_for("0.0.0.0", keys, tmp_path)
+    with pytest.raises(IdentityError, match="hetero invite"):
+        encryption_for("localhost", keys, tmp_path)
+    service: Any = None
+    with pytest.raises(NetworkError, match="take another port"):
+        Endpoint(service, "key", server.port)
+
+
 def test_silent_connections_give_way(server):
     opened = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(1000)]
     try:
@@ -121,11 +136,14 @@ def test_silent_connections_give_way(server):
             connection.close()
 
 
-def test_the_client_trains_samples_saves_and_loads(model, tmp_path):
-    with served(tmp_path, model) as server:
+@pytest.mark.parametrize("host", [None, "localhost"])
+def test_the_client_trains_samples_saves_and_loads(host, model, tmp_path):
+    if host is not None:
+        ensure_authority(KeyDirectory(tmp_path / FOLDER))
+    with served(tmp_path, model, host=host) as server:
+        assert ("SSL_CERT_FILE" in server.told) == server.url.startswith("https")
         program = str(Path(__file__).with_name("client_program.py"))
-        told = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.key}
-        told |= {"TINKER_TELEMETRY": "0"}
+        told = {**os.environ, **server.told, "TINKER_TELEMETRY": "0"}
         command = [sys.executable, program, str(model)]
         done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=2 * WAIT_S)
         assert "all is well" in done.stdout, done.stdout + done.stderr

@@ -321,7 +321,7 @@ def test_islands_are_known_by_their_configurations(tmp_path):
 
 
 def test_a_place_without_a_run_is_said(tmp_path):
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="no run and no configuration"):
         RunBeside(str(tmp_path / "nothing.json"))
     for place in ("http://evil.example/#x", "http://127.0.0.1:80@evil.example/#x"):
         with pytest.raises(ConfigError):

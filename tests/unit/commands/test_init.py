@@ -368,6 +368,12 @@ def test_a_folder_without_data_is_refused(tmp_path):
         write_config(answers, tmp_path / "c.json")
 
 
+def test_data_that_are_not_there_yet_are_noted(tmp_path, capsys):
+    words = ["init", "--non-interactive", "--model", "org/m", "--layers", "2"]
+    assert main([*words, "--data", "none.jsonl", "--output", str(tmp_path / "c.json")]) == 0
+    assert "note: there is no file none.jsonl" in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory):
     """A model with its tokenizer, and a file of each kind of data."""

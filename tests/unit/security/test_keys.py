@@ -107,6 +107,16 @@ def test_certificates_pass_strict_verification(tmp_path):
         x509.Authority.from_pem(b"no key")
 
 
+@pytest.mark.parametrize("host", ["box.local", "192.0.2.1", "2001:db8::1"])
+def test_a_certificate_of_a_host_is_of_no_process(host):
+    made = x509.Authority.make()
+    pem = made.issue_for_host(host)
+    own = x509.x509.load_pem_x509_certificates(pem)[0]
+    names = own.extensions.get_extension_for_class(x509.x509.SubjectAlternativeName).value
+    assert [str(name.value) for name in names] == [host]
+    assert "names nobody" in str(x509.bundle_problem(pem, Identity.of(made.cluster, 1)))
+
+
 def test_authority_is_made_once(tmp_path):
     keys = KeyDirectory(tmp_path / "keys")
     made, is_new = certificates.ensure_authority(keys)

@@ -14,19 +14,23 @@ from hetero_framework.commands.options import (
     access_for,
     at_least,
     check_coordinator,
+    key_directory,
     load,
     option,
     value,
 )
+from hetero_framework.core.addresses import LOOPBACK
 from hetero_framework.errors import ConfigError, DeviceError
 
 EXAMPLES = """
     hetero serve --config cluster.json
     hetero serve --config cluster.json --port 8000
+    hetero serve --config cluster.json --host 192.168.1.10
     """
 OPTIONS = (
     *CONFIG,
-    value("--port", "N", "of the loopback (default: 8321)", type=at_least(1), default=8321),
+    value("--host", "NAME", "listen at this address of this machine, over TLS", default=LOOPBACK),
+    value("--port", "N", "default: 8321", type=at_least(1), default=8321),
     option("--role", choices=("coordinator",), help=ROLE_HELP),
     *ACCESS,
     IMPORT,
@@ -40,17 +44,17 @@ def run(arguments: argparse.Namespace) -> None:
     config = load(arguments)
     config.require("model")
     check_coordinator(config, arguments)
-    serve(config, access_for(config, "local", arguments), arguments.port)
+    serve(config, arguments)
 
 
-def serve(config: Any, access: Any, port: int, told: Any = print) -> None:
-    """Answer clients until a signal. `told` gets lines for the user."""
+def serve(config: Any, arguments: argparse.Namespace) -> None:
+    """Answer clients until a signal."""
     from importlib.metadata import version
 
     from hetero_framework.cluster.run_id import run_id_of
     from hetero_framework.core import failpoints
     from hetero_framework.extras.tinker.called_model import CalledModel, cluster_for, prepared
-    from hetero_framework.extras.tinker.endpoint import Endpoint, key_in
+    from hetero_framework.extras.tinker.endpoint import Endpoint, encryption_for, key_in
     from hetero_framework.extras.tinker.service import KNOWN_VERSIONS, Service
     from hetero_framework.trainer.checkpoint import CheckpointStore
     from hetero_framework.trainer.outputs import RunDirectories
@@ -59,13 +63,20 @@ def serve(config: Any, access: Any, port: int, told: Any = print) -> None:
     if not (have := version("tinker")).startswith(KNOWN_VERSIONS):
         raise ConfigError(f"tinker {have} is installed; known are {', '.join(KNOWN_VERSIONS)}*")
     config, source = prepared(config)
-    stop, folder = StopRequest(), config.output_dir
+    stop, folder, host = StopRequest(), config.output_dir, arguments.host
+    encryption, trusted = None, ""
+    if host != LOOPBACK:
+        encryption, file = encryption_for(host, key_directory(arguments), folder)
+        trusted = f" SSL_CERT_FILE={file}"
     directories = RunDirectories(config, CheckpointStore(config.checkpoints))
+    access = access_for(config, "local", arguments)
     made = cluster_for(config, source, access, run_id_of(folder))
     with failpoints.armed("coordinator"), stop, directories, made as cluster:
         model = CalledModel(config, cluster, source)
         service = Service(model, config.model.name_or_path, folder)
         service.resume()
-        with Endpoint(service, key_in(folder), port) as endpoint, stop.waiting():
-            told(f"export TINKER_BASE_URL={endpoint.address} TINKER_API_KEY={endpoint.key}")
+        door = Endpoint(service, key_in(folder), arguments.port, host, encryption)
+        with door as endpoint, stop.waiting():
+            address = f"TINKER_BASE_URL={endpoint.address} TINKER_API_KEY={endpoint.key}"
+            print(f"export {address}{trusted}", flush=True)
             service.run(lambda: stop.requested is not None)

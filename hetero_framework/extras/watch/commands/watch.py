@@ -23,7 +23,7 @@ from hetero_framework.cluster.roles import with_own_devices
 from hetero_framework.commands.options import DEFAULT_CONFIG, SET, value
 from hetero_framework.config import load_config, with_saved_plan
 from hetero_framework.core.addresses import LOOPBACK
-from hetero_framework.errors import in_words
+from hetero_framework.errors import ConfigError, in_words
 from hetero_framework.extras.watch.page_server import PageServer, news_of
 from hetero_framework.file_trust import read_own
 
@@ -57,10 +57,15 @@ class RunBeside:
     is shown from its files, or through its own page."""
 
     def __init__(self, place: str, overrides: Sequence[str] = ()) -> None:
-        """Raises ConfigError for a configuration with mistakes."""
+        """Raises ConfigError for a place without a run, and for a configuration with mistakes."""
         self._given = place if _ADDRESS.fullmatch(place) else None
         self.folder, self._shown = Path(place), dict[str, Any](steers=False)
         self.name: str = place.partition("#")[0] if self._given else self.folder.resolve().name
+        if self._given is None and not self.folder.exists():
+            raise ConfigError(
+                f"there is no run and no configuration at {place}",
+                hint="name the output_dir of a run, its configuration, or the address of its page",
+            )
         if self._given is None and not self.folder.is_dir():
             config = with_saved_plan(with_own_devices(load_config(place, overrides)))
             self.folder = config.output_dir
