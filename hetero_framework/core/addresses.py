@@ -106,6 +106,11 @@ def parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
+def family(host: str) -> socket.AddressFamily:
+    """That of an IPv6 address, or else IPv4."""
+    return socket.AF_INET6 if getattr(parsed(host), "version", 4) == 6 else socket.AF_INET
+
+
 @functools.lru_cache(maxsize=256)
 def resolve(name: str) -> tuple[str, ...]:
     """The addresses that this machine resolves a name to; none for an unknown name."""

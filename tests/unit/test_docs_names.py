@@ -44,7 +44,7 @@ PROGRAMS = {
 }
 PROGRAMS |= {"docker", "sbatch", "sh", "sky", "ssh"}
 OTHERS = {
-    "Python": "assert except recv_into socket ssl MemoryBIO SSLSocket",
+    "Python": "assert except recv_into socket ssl MemoryBIO SSLSocket SSL_CERT_FILE",
     "the system and its tools": "/etc/hosts chmod chown gso_max_size mypy ruff tbf"
     " MALLOC_MMAP_THRESHOLD_=131072",
     "torch": "nn.Sequential Dataset chain.load_state_dict(load_file(...))"

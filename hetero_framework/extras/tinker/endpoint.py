@@ -11,19 +11,16 @@ import json
 import logging
 import re
 import secrets
-import socket
-import ssl
 import sys
 import tempfile
 import threading
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
-from socketserver import TCPServer
 from typing import Any
 
 from hetero_framework.core import tls
-from hetero_framework.core.addresses import LOOPBACK, is_local_address, parsed
+from hetero_framework.core.addresses import LOOPBACK, family, is_local_address, parsed
 from hetero_framework.core.files import write_file, write_private
 from hetero_framework.errors import ConfigError, HeteroError, NetworkError, in_words
 from hetero_framework.extras.tinker.journal import MOST_BYTES
@@ -47,7 +44,7 @@ def key_in(folder: Path) -> str:
     return key
 
 
-def encryption_for(host: str, keys: KeyDirectory, folder: Path) -> tuple[ssl.SSLContext, Path]:
+def encryption_for(host: str, keys: KeyDirectory, folder: Path) -> tuple[Any, Path]:
     """TLS for an endpoint at `host`, with a new key, and the file in `folder` with the certificate
     that clients are to trust. Raises ConfigError for what is no address or name of this machine,
     and IdentityError where the cluster's authority is not on this machine."""
@@ -80,10 +77,9 @@ class Endpoint(ThreadingHTTPServer):
         key: str,
         port: int = 0,
         host: str = LOOPBACK,
-        encryption: ssl.SSLContext | None = None,
+        encryption: Any = None,
     ) -> None:
-        if ":" in host:
-            self.address_family = socket.AF_INET6
+        self.address_family = family(host)
         try:
             super().__init__((host, port), _ClientRequest)
         except OSError as error:
@@ -116,10 +112,11 @@ class Endpoint(ThreadingHTTPServer):
                 oldest = next(iter(self._silent))
                 del self._silent[oldest]
                 with suppress(OSError):
-                    socket.socket.shutdown(oldest, 2)
+                    below: Any = super(type(oldest), oldest)  # of TLS, which another thread uses
+                    below.shutdown(2)
 
     def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # without a question to a name server
+        super(HTTPServer, self).server_bind()  # without a question to a name server
 
     def get_request(self) -> tuple[Any, Any]:
         """A connection; its thread shakes hands, not the one that accepts."""
