@@ -154,6 +154,11 @@ class CalledModel:
         return fitted.config, fitted.memory_limits
 
     @property
+    def steps(self) -> int:
+        """The number of steps that are part of the state."""
+        return self._step.step
+
+    @property
     def durable(self) -> int:
         """The number of the last call that need not be done again after a loss."""
         newest = self._durable.newest

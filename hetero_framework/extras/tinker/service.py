@@ -26,8 +26,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hetero_framework import log
 from hetero_framework.errors import HeteroError, UserError
 from hetero_framework.extras.talking.sampling import MOST_SAMPLES, SampleRequest, SampleResult
+from hetero_framework.extras.tinker.call_records import CallRecords
 from hetero_framework.extras.tinker.called_model import FAULTS, CalledModel, Lora
 from hetero_framework.extras.tinker.datums import answer, call_of, message_of
 from hetero_framework.extras.tinker.journal import KEPT_ANSWERS, Answer, Journal, KeptCall
@@ -72,7 +74,7 @@ class Service:
     def __init__(self, model: CalledModel, name: str, folder: Path) -> None:
         """`name` is the base model's; `folder` keeps everything."""
         self._model, self._name, self._folder = model, name, folder
-        self._journal = Journal(folder)
+        self._journal, self._records = Journal(folder), CallRecords(folder)
         self._lock = threading.Lock()
         self._answers = self._journal.answers()
         self._log = {entry.number: entry for entry in self._journal.entries()}
@@ -132,6 +134,7 @@ class Service:
     def _answered(self, entry: KeptCall, result: Answer) -> None:
         if entry.kind in _LASTING:
             self._journal.answered(entry, result)
+        self._records.note(entry, result, self._model.steps)
         with self._lock:
             self._answers[entry.id] = entry.number, result
             while len(self._answers) > KEPT_ANSWERS:
@@ -188,6 +191,7 @@ class Service:
             about = {"id": id, "session": session, "lora": asdict(lora), "number": entry.number}
             self._holder = about
             self._keep()
+        _log.info("", extra=log.event("model made", id=id, **asdict(lora)))
         self._forget(entry.number - 1)
         return {"model_id": id, "type": "create_model"}
 
@@ -437,6 +441,7 @@ class Service:
         with self._lock:
             self._sessions[session] = time.monotonic()
             self._keep()
+        _log.info("", extra=log.event("session begun", session=session))
         return {"session_id": session, "type": "create_session"}
 
     def _at_session_heartbeat(self, told: dict[str, Any]) -> Answer:
@@ -474,6 +479,7 @@ class Service:
         with self._lock:
             self._sessions.pop(session, None)
             self._keep()
+        _log.info("", extra=log.event("session ended", session=session))
         return {}
 
     def _keep(self) -> None:

@@ -19,6 +19,7 @@ from hetero_framework.security.keys import FOLDER, KeyDirectory
 from tests.cases import seldom
 from tests.extras.tinker.calling import ADAM, drawn, request
 from tests.extras.tinker.serving import Server, served
+from tests.integration.oracles import read_rows
 from tests.samples import save_llama
 from tests.waiting import WAIT_S
 
@@ -149,3 +150,9 @@ def test_the_client_trains_samples_saves_and_loads(host, model, tmp_path):
         assert "all is well" in done.stdout, done.stdout + done.stderr
         (saved,) = (tmp_path / "out" / "sampler_weights").iterdir()
         assert PeftConfig.from_pretrained(saved).r == 8
+    lines = read_rows(tmp_path / "out" / "metrics.jsonl")
+    assert [(line["step"], line["examples"]) for line in lines] == [(k, 4) for k in range(1, 6)]
+    assert lines[-1]["sampled_tokens"] == 10
+    assert lines[0]["loss"] > lines[3]["loss"]
+    events = [line["what"] for line in read_rows(tmp_path / "out" / "events.jsonl")]
+    assert events[:2] == ["session begun", "model made"]

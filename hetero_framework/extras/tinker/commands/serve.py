@@ -6,6 +6,7 @@ import argparse
 from importlib.util import find_spec
 from typing import Any
 
+from hetero_framework import log
 from hetero_framework.commands.options import (
     ACCESS,
     CONFIG,
@@ -71,7 +72,11 @@ def serve(config: Any, arguments: argparse.Namespace) -> None:
     directories = RunDirectories(config, CheckpointStore(config.checkpoints))
     access = access_for(config, "local", arguments)
     made = cluster_for(config, source, access, run_id_of(folder))
-    with failpoints.armed("coordinator"), stop, directories, made as cluster:
+    lines = log.FileLines(folder / "logs" / "coordinator.log")
+    events = log.Events(folder / log.EVENTS_FILE, "coordinator")
+    logged = log.log_to(config.training.log_level, log.Lines(log.to_stderr), lines, events)
+    with failpoints.armed("coordinator"), stop, directories, logged, made as cluster:
+        events.open()
         model = CalledModel(config, cluster, source)
         service = Service(model, config.model.name_or_path, folder)
         service.resume()
