@@ -6,11 +6,16 @@ package does not import torch; the names below are loaded on first use.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from hetero_framework._version import __version__
 
 __all__ = ["__version__", "load_config", "train"]
+
+# Threads of torch on the CPU sleep while they wait. By default they spin, and where another program
+# runs beside them a step can take 20 times as long. torch reads this when it is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
     from hetero_framework.api import train
