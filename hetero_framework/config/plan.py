@@ -110,9 +110,16 @@ class Plan:
         """The stages of one owner."""
         return tuple(stage for stage in self.stages if stage.owner == owner)
 
-    def covers(self, num_layers: int) -> None:
-        """Raise PlanError unless the plan holds exactly the model's `num_layers` layers."""
+    def covers(self, num_layers: int, first: int = 0) -> None:
+        """Raise PlanError unless the plan holds exactly the model's `num_layers` layers, and its
+        first stage at least the `first` of them."""
         if self.num_layers == num_layers:
+            if (end := self.entries[0].end) < first:
+                raise PlanError(
+                    f"shard_plan[0].end is {end}: the model also adds pictures to"
+                    f" {layers_text(0, first)}, and only the first stage has them",
+                    hint=f"let the first entry end at {first} or later",
+                )
             return
         ends, covered = [entry.end for entry in self.entries], self.num_layers
         missing = f"; nobody holds {layers_text(covered, num_layers)}"

@@ -34,7 +34,7 @@ from hetero_framework.models.cut.attention import check_attention
 from hetero_framework.models.cut.chunked_loss import chunk_tokens
 from hetero_framework.models.cut.family import decided, family_of, head_for
 from hetero_framework.models.cut.introspect import introspect
-from hetero_framework.models.cut.language import meta_model, tower_lines
+from hetero_framework.models.cut.language import first_layers, meta_model, tower_lines
 from hetero_framework.models.cut.objective import ChunkedObjective
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange
@@ -208,7 +208,7 @@ def _sized(
 def _model_lines(config: Config, source: ModelSource) -> Iterator[str]:
     """Check the plan, the devices and the settings against the model; lines for the user."""
     yield from codec_lines(config, source.dtype)
-    config.plan.covers(introspect(source.config).num_layers)
+    config.plan.covers(introspect(source.config).num_layers, first_layers(config, source.config))
     check_devices(config, source.config, devices_known(config, ["local"]))
     here: dict[int | str, str] = {}
     with suppress(DeviceError):  # a missing device is reported later
@@ -289,7 +289,8 @@ def replanned(prepared: Prepared, plan: Entries, facts: Facts, reason: str) -> P
     fit the devices, and ArchitectureError if the model cannot be cut in this way."""
     resolved = prepared.resolved.decide("shard_plan", list(plan), reason)
     config = resolved.config
-    config.plan.covers(introspect(prepared.model_config).num_layers)
+    model = prepared.model_config
+    config.plan.covers(introspect(model).num_layers, first_layers(config, model))
     if config.kinds != prepared.config.kinds:
         raise PlanError(
             "layers would be held in another precision, which changes the result: as"

@@ -446,8 +446,8 @@ class Rules:
         return all(part.end <= start or end <= part.start for start, end in self.pins.values())
 
     def permits(self, layout: Layout) -> bool:
-        """Whether every pinned device holds just its layers."""
-        return all(
+        """Whether every pinned device holds just its layers, and the first stage enough."""
+        return layout[0].end >= self.fleet.profile.first_layers and all(
             [(p.start, p.end) for p in layout if p.device == device] == [pin]
             for device, pin in self.pins.items()
         )

@@ -129,6 +129,7 @@ def nothing_fits(rules: Rules, margins: Mapping[int | str, float]) -> PlanError:
             + (f", {size(kept)} of it kept free" if kept else "")
             + f": room for {max(0, room)} of {fleet.layers} layers"
             + (f", beside the embedding of {size(embedding)}" if embedding else "")
+            + (f", and needs {least}" if d == 0 and (least := fleet.profile.first_layers) else "")
             + f", {last if last >= 0 else 'none'} with the head"
         )
     wholes = [(Part(0, 0, fleet.layers, again),) for again in {False, rules.checkpointing}]

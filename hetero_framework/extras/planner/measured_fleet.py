@@ -25,10 +25,11 @@ _FORWARD = 1 / 3  # share of forward in the time, if no stage shows it
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The work of a model's layers and of its head."""
+    """The work of a model's layers and of its head, and the fewest layers of the first stage."""
 
     layer_work: tuple[float, ...]
     head_work: float
+    first_layers: int = 0
 
     def of(self, stage: StageSpec) -> float:
         """Work of a stage; the embedding counts as none."""
@@ -102,6 +103,7 @@ class Observed:
             {
                 "version": 1,
                 "layers": len(self._work.layer_work),
+                "first_layers": self._work.first_layers,
                 "micro_batches": micro_batches,
                 "activation_bytes": _BYTES,
                 "gradient_bytes": _BYTES,

@@ -43,11 +43,13 @@ from hetero_framework.extras.planner.profile import bytes_of_parts
 from hetero_framework.models.adapters.trainable import export_parts
 from hetero_framework.models.cut.family import family_of
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
+from hetero_framework.models.cut.language import first_layers
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.shard import load_shard
 from hetero_framework.models.cut.side import Bundle, returning
 from hetero_framework.models.files.quantization import stored_quantization
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.sizing.footprint import Setting, bundle_at
 from hetero_framework.models.sizing.memory import StageMemory
 
@@ -347,6 +349,7 @@ def profile_of(
         {
             "version": 1,
             "layers": len(local.kinds),
+            "first_layers": first_layers(config, ModelSource.of(config).config),
             "micro_batches": micro_batches,
             "activation_bytes": _wire_bytes(local, config.wire.activations),
             "gradient_bytes": _wire_bytes(local, config.wire.gradients),

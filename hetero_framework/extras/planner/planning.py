@@ -267,7 +267,7 @@ def _plan_entries(fleet: Fleet, shard_plan: Sequence[Mapping[str, Any]]) -> list
         ]
     if problems:
         raise PlanError(report("the plan", problems))
-    Plan(tuple(entries)).covers(fleet.layers)
+    Plan(tuple(entries)).covers(fleet.layers, fleet.profile.first_layers)
     return entries
 
 

@@ -150,6 +150,8 @@ class FleetProfile(WholeFile):
     embedding_is_trained: bool | None = None
     """Whether gradients go back as far as the embedding. By default they do where the first layer
     is trained."""
+    first_layers: Annotated[int, with_unit("layers", ge=0, le=MAX_LAYERS)] = 0
+    """The fewest layers of the first stage; more than 0 where the model adds pictures to layers."""
     rows: Annotated[int, with_unit("samples", ge=0, le=MAX_MICRO_BATCHES)] = 0
     """Samples of a micro-batch; 0: unknown."""
     devices: tuple[DeviceProfile, ...]

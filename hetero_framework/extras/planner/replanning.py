@@ -30,7 +30,7 @@ from hetero_framework.extras.planner.planning import CHUNKS
 from hetero_framework.extras.planner.profile import bytes_of_parts
 from hetero_framework.extras.planner.result import host_rates
 from hetero_framework.models.cut.introspect import introspect
-from hetero_framework.models.cut.language import meta_model
+from hetero_framework.models.cut.language import first_layers, meta_model
 from hetero_framework.models.sizing.memory import StageMemory, memory_of_parts
 from hetero_framework.trainer import setup
 from hetero_framework.trainer.plans import PlanChange, Plans
@@ -230,7 +230,8 @@ def _model_work(prepared: setup.Prepared) -> LayerWork:
     layers = [sum(p.numel() for p in block.parameters()) for block in blocks.children()]
     head = model.get_output_embeddings()
     head_work = sum(p.numel() for p in head.parameters()) if head is not None else 0
-    return LayerWork(tuple(map(float, layers)), float(head_work))
+    fewest = first_layers(prepared.config, prepared.model_config)
+    return LayerWork(tuple(map(float, layers)), float(head_work), fewest)
 
 
 def _memory(prepared: setup.Prepared, owner: WorkerId) -> list[StageMemory]:

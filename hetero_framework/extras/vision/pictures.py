@@ -11,6 +11,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from hetero_framework.config.strict_json import json_type
 from hetero_framework.data.batches import PICTURES, MicroBatch
 from hetero_framework.data.sources import shorten
 from hetero_framework.errors import DataError, ModelError, in_words
+from hetero_framework.extras.vision.admission import admit_pictures
 from hetero_framework.models.cut.language import on_meta
 from hetero_framework.models.cut.tiny import stock_class
 from hetero_framework.models.files.source import ModelSource
@@ -34,8 +36,6 @@ from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_libra
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FAMILIES = ("llava", "llava_next", "internvl", "idefics3", "qwen2_5_vl", "gemma3")
-"""Model types whose later layers need nothing of a picture but the hidden state."""
 # Pillow hands other formats to programs outside (EPS), or reads little else in them.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MOST = 1 << 24  # their numbers are kept among targets, as float32
@@ -49,12 +49,12 @@ class PictureStore:
     tables lie in a file without a name, so that they take no memory."""
 
     def __init__(self, processor: Any, config: PretrainedConfig, base_dir: Path) -> None:
+        self._spool = tempfile.TemporaryFile()  # noqa: SIM115
         self.processor = processor
         self.placeholder: str = processor.image_token
         self._ids = {*processor.image_token_ids, getattr(config, "image_token_id", None)}
         self._kinds, self._positions = _kinds_and_positions(config)
         self._base_dir = base_dir
-        self._spool = tempfile.TemporaryFile()  # noqa: SIM115
         self._places: list[tuple[str | int, int]] = []  # path, or offset in the spool; bytes
         self._digests: list[bytes] = []
         self._tokens: dict[tuple[str, tuple[int, int]], str] = {}
@@ -217,12 +217,6 @@ def pictures_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> PictureSt
     """The pictures of a run, none yet. Raises ModelError for a model that cannot be trained with
     pictures, or without a processor."""
     source = ModelSource.of(config)
-    kind = source.config.model_type
-    if kind not in FAMILIES:
-        raise ModelError(
-            f"pictures cannot be trained with a {kind} model yet, only with {', '.join(FAMILIES)}",
-            hint='take the pictures out and set "training.objective": "sft", or take such a model',
-        )
     if source.model.name_or_path is None:
         raise ModelError(
             "model.from_config gives no processor, which pictures need",
@@ -233,7 +227,10 @@ def pictures_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> PictureSt
             "pictures are not trained over quantised weights yet",
             hint="take a checkpoint in full precision, without model.quantization",
         )
-    return PictureStore(_processor(source, tokenizer), source.config, config.base_dir)
+    processor = _processor(source, tokenizer)
+    store = partial(PictureStore, processor, source.config, config.base_dir)
+    admit_pictures(source.config, processor, store)
+    return store()
 
 
 def _processor(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hetero_framework import registry
+from hetero_framework.config import Config
+from hetero_framework.config.objectives import shows_pictures
 from hetero_framework.errors import ArchitectureError
 from hetero_framework.models.cut.side import tensors_at
 from hetero_framework.models.cut.tiny import stock_class
@@ -62,6 +64,17 @@ def towers(config: PretrainedConfig) -> tuple[str, ...]:
     what = f"a {config.model_type} model, which has several parts,"
     found: tuple[str, ...] = registry.needed("multimodal", "towers", what)(cls, config)
     return found
+
+
+def seeing_layers(config: PretrainedConfig) -> int:
+    """How many of its first layers the model adds pictures to, past the towers (DeepStack)."""
+    vision = getattr(config, "vision_config", None)
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+
+def first_layers(config: Config, model: PretrainedConfig) -> int:
+    """The fewest layers of a run's first stage."""
+    return seeing_layers(model) if shows_pictures(config.training.data_kind) else 0
 
 
 def tower_lines(config: PretrainedConfig, *, sees: bool = False) -> list[str]:

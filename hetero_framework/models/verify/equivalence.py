@@ -211,9 +211,12 @@ def whole_shard(tiny: PretrainedConfig) -> Shard:
 
 
 def build_both(
-    config: PretrainedConfig, ranges: Sequence[ShardRange], checkpoint: Checkpoint | None
+    config: PretrainedConfig,
+    ranges: Sequence[ShardRange],
+    checkpoint: Checkpoint | None,
+    sees: bool = False,
 ) -> tuple[Any, list[Shard]]:
-    """The stock model and the shards, from one checkpoint."""
+    """The stock model and the shards, from one checkpoint; the first has towers if it `sees`."""
     towers(config)  # puts stand-ins for parts that this machine cannot build
     stock = stock_class(config)
     with quiet_library(), tempfile.TemporaryDirectory() as directory:
@@ -225,7 +228,8 @@ def build_both(
             with NamingOf(Path(directory)):
                 model.save_pretrained(directory)
             checkpoint = Checkpoint(directory)
-        shards = [build_shard(config, checkpoint, rng, dtype=torch.float32) for rng in ranges]
+        build = functools.partial(build_shard, config, checkpoint, dtype=torch.float32)
+        shards = [build(rng, sees=sees and rng.is_first) for rng in ranges]
         whole = whole_model(stock, config, checkpoint, torch.float32)
         drawn = new_names(skeleton_of(config), whole, checkpoint)
     for shard in shards:  # a head that the checkpoint lacks: the library draws other numbers

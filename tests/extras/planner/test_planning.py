@@ -169,6 +169,21 @@ def test_evaluate_refuses_an_invalid_plan_with_the_reason(entries, said):
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("chunks", [True, False])
+def test_the_first_stage_has_the_layers_that_take_pictures(chunks):
+    """A slow coordinator takes three layers, and not less."""
+    devices = device("local", layer_forward_s=0.1, layer_backward_s=0.2), device(1), device(2)
+    for fewest in (0, 3):
+        profile = fleet_of(*devices, first_layers=fewest)
+        found = plan(profile, allow=ALLOWED if chunks else NO_CHUNKS)
+        assert found.shard_plan[0]["end"] == fewest
+    with pytest.raises(PlanError, match="end is 2: the model also adds pictures to layers 0-2"):
+        evaluate(profile, plan_of(("local", 2), (1, 8)))
+    tight = fleet_of({**devices[0], "memory_bytes": 2.5 * GB}, device(1), first_layers=3)
+    with pytest.raises(PlanError, match=r"room for 2 of 8 layers.*, and needs 3"):
+        plan(tight)
+
+
 def test_evaluate_of_a_worse_plan_is_worse():
     profile = fleet_of(device("local"), device(1), speed=1e12)
     half, other = evaluate(profile, HALF), evaluate(profile, plan_of(("local", 7), (1, 8)))

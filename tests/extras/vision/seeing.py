@@ -14,6 +14,7 @@ import transformers
 from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.utils import is_torchvision_available
 
 hf: Any = transformers
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>", "<image>"]
@@ -69,8 +70,8 @@ def save_model(cls: Any, config: Any, processor: Any, folder: Path) -> Path:
     if getattr(processor, "video_processor", "") is None:  # it would be saved, too
         processor.image_processor.save_pretrained(folder)
         about = {"processor_class": type(processor).__name__}
-        if (length := getattr(processor, "image_seq_length", None)) is not None:
-            about["image_seq_length"] = length
+        for name in ("image_seq_length", "image_seq_len"):
+            about |= {name: value} if (value := getattr(processor, name, None)) else {}
         (folder / "processor_config.json").write_text(json.dumps(about))
     else:
         processor.save_pretrained(folder)
@@ -159,28 +160,97 @@ def save_internvl(folder: Path) -> Path:
     return save_model(hf.InternVLForConditionalGeneration, config, processor, folder)
 
 
-def save_qwen2_5_vl(folder: Path) -> Path:
+def _save_qwen(
+    folder: Path, name: str, processor: Any, text: dict[str, Any], vision: dict[str, Any]
+) -> Path:
+    """A model of Qwen's, whose positions have three axes."""
     tags = ["<|vision_start|>", "<|vision_end|>", "video_token=<video>", "image_token=<image>"]
     tokenizer = save_tokenizer(folder, "<|vision_start|><image><|vision_end|>", tags)
-    processor = without_videos(hf.Qwen2_5_VLProcessor)(
-        hf.Qwen2VLImageProcessorPil(
-            **{"patch_size": 14, "merge_size": 2},
-            size={"shortest_edge": 28 * 28, "longest_edge": 56 * 84},
-        ),
-        *(tokenizer, None),
+    patch = {"patch_size": vision.get("patch_size", 14), "merge_size": 2}
+    size = {"shortest_edge": 28 * 28, "longest_edge": 56 * 84}
+    made = without_videos(processor)(
+        hf.Qwen2VLImageProcessorPil(**patch, size=size), *(tokenizer, None)
     )
     ids = tokenizer.convert_tokens_to_ids
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-    config = hf.Qwen2_5_VLConfig(
-        text_config=text_sizes(rope_parameters=rope),
-        vision_config={
-            **{"hidden_size": 32, "intermediate_size": 32, "depth": 2, "num_heads": 2},
-            **{"out_hidden_size": 32, "fullatt_block_indexes": [1], "window_size": 56},
-        },
+    config = getattr(hf, f"{name}Config")(
+        text_config=text_sizes(**{"rope_parameters": rope, "bos_token_id": None, **text}),
+        vision_config={"hidden_size": 32, "depth": 2, "num_heads": 2, **vision},
         **{"image_token_id": 5, "video_token_id": ids("<video>")},
         vision_start_token_id=ids("<|vision_start|>"),
+        vision_end_token_id=ids("<|vision_end|>"),
     )
-    return save_model(hf.Qwen2_5_VLForConditionalGeneration, config, processor, folder)
+    return save_model(getattr(hf, f"{name}ForConditionalGeneration"), config, made, folder)
+
+
+def save_qwen2_vl(folder: Path) -> Path:
+    return _save_qwen(folder, "Qwen2VL", hf.Qwen2VLProcessor, {}, {"embed_dim": 32})
+
+
+def save_qwen2_5_vl(folder: Path) -> Path:
+    windows = {"fullatt_block_indexes": [1], "window_size": 56}
+    vision = {"intermediate_size": 32, "out_hidden_size": 32, **windows}
+    return _save_qwen(folder, "Qwen2_5_VL", hf.Qwen2_5_VLProcessor, {}, vision)
+
+
+QWEN3_VISION = {
+    **{"intermediate_size": 32, "out_hidden_size": 32, "patch_size": 14},
+    "num_position_embeddings": 16,
+}
+EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "router_aux_loss_coef": 0.0,  # TRL adds it to the loss where it is not zero
+}
+
+
+def save_qwen3_vl(folder: Path) -> Path:
+    """Its tower has features for the first layer, too."""
+    vision = {**QWEN3_VISION, "deepstack_visual_indexes": [0]}
+    return _save_qwen(folder, "Qwen3VL", hf.Qwen3VLProcessor, {"head_dim": 8}, vision)
+
+
+def save_qwen3_vl_moe(folder: Path) -> Path:
+    vision, text = {**QWEN3_VISION, "deepstack_visual_indexes": [0]}, {"head_dim": 8, **EXPERTS}
+    return _save_qwen(folder, "Qwen3VLMoe", hf.Qwen3VLProcessor, text, vision)
+
+
+QWEN3_5 = {
+    **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+        "partial_rotary_factor": 0.5,
+    },
+}
+
+
+def save_qwen3_5(folder: Path) -> Path:
+    return _save_qwen(folder, "Qwen3_5", hf.Qwen3VLProcessor, QWEN3_5, QWEN3_VISION)
+
+
+def save_qwen3_5_moe(folder: Path) -> Path:
+    text = {**QWEN3_5, **EXPERTS, "shared_expert_intermediate_size": 16}
+    return _save_qwen(folder, "Qwen3_5Moe", hf.Qwen3VLProcessor, text, QWEN3_VISION)
+
+
+def save_mistral3(folder: Path) -> Path:
+    tokenizer = save_tokenizer(folder, more=["[IMG_BREAK]", "[IMG_END]"])
+    processor = hf.PixtralProcessor(
+        image_processor=hf.PixtralImageProcessorPil(size={"longest_edge": 56}, patch_size=7),
+        **{"tokenizer": tokenizer, "patch_size": 7, "spatial_merge_size": 2},
+        image_token="<image>",
+    )
+    config = hf.Mistral3Config(
+        text_config=hf.MistralConfig(**text_sizes(head_dim=8, sliding_window=None)),
+        vision_config={
+            **{"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32},
+            **{"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56},
+            **{"patch_size": 7, "head_dim": 16},
+        },
+        **{"image_token_index": 5, "spatial_merge_size": 2},
+    )
+    return save_model(hf.Mistral3ForConditionalGeneration, config, processor, folder)
 
 
 def save_gemma3(folder: Path) -> Path:
@@ -227,9 +297,18 @@ FAMILIES = {
     "llava_next": save_llava_next,
     "idefics3": save_idefics3,
     "internvl": save_internvl,
+    "qwen2_vl": save_qwen2_vl,
     "qwen2_5_vl": save_qwen2_5_vl,
+    "qwen3_vl": save_qwen3_vl,
+    "qwen3_vl_moe": save_qwen3_vl_moe,
+    "qwen3_5": save_qwen3_5,
+    "qwen3_5_moe": save_qwen3_5_moe,
     "gemma3": save_gemma3,
 }
+
+
+if is_torchvision_available():  # PixtralProcessor asks for it
+    FAMILIES["mistral3"] = save_mistral3
 
 
 def picture(draw: random.Random, width: int, height: int) -> Image.Image:

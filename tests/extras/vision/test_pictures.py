@@ -14,16 +14,24 @@ import numpy as np
 import pytest
 import torch
 from PIL import ExifTags, Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, LlavaProcessor
 
 from hetero_framework.data.batches import PICTURES
 from hetero_framework.data.kinds import objectives_of
 from hetero_framework.data.sources import Record
-from hetero_framework.errors import DataError, UserError
+from hetero_framework.errors import DataError, ModelError, PlanError, UserError
+from hetero_framework.extras.vision import admission
 from hetero_framework.trainer.setup import prepare
-from tests.extras.vision.seeing import encoded, picture, processor_of, save_llava, save_rows
+from tests.extras.vision.seeing import (
+    encoded,
+    picture,
+    processor_of,
+    save_llava,
+    save_qwen3_vl,
+    save_rows,
+)
 from tests.extras.vision.test_vision import TRAINING, data_of
-from tests.samples import config_for, save_multimodal
+from tests.samples import config_for
 
 ASKED = [{"type": "image"}, {"type": "text", "text": "what is on the picture"}]
 ANSWER = {"role": "assistant", "content": "a red square"}
@@ -195,8 +203,6 @@ def test_other_objectives_models_and_settings_refuse_pictures_by_name(llava, tmp
         return f"{error.value} {error.value.hint}"
 
     assert '"training.objective": "image-text-to-text"' in said(llava, "sft")
-    other = save_multimodal(tmp_path / "other", "Mistral3ForConditionalGeneration")
-    assert "pictures cannot be trained with a mistral3 model yet" in said(other, layers=6)
     for setting in ("packing", "padding_free"):
         text = f"data.{setting} is for texts"
         assert text in said(llava, data={setting: True})
@@ -209,6 +215,41 @@ def test_other_objectives_models_and_settings_refuse_pictures_by_name(llava, tmp
     shutil.copytree(llava, bare)
     (bare / "processor_config.json").unlink()
     assert "has no processor for pictures" in said(bare)
+
+
+def test_features_behind_the_first_layer_stay_on_the_first_stage(tmp_path, monkeypatch):
+    """DeepStack adds them there: a cut in front of the layer would drop them without a word."""
+    model, path = save_qwen3_vl(tmp_path), save_rows(tmp_path / "rows")
+    sections: dict[str, Any] = {"model": {"name_or_path": str(model)}, "training": TRAINING}
+    sections["data"] = {"train": str(path)}
+    stages = ("local", 0), ("local", 4)
+    with pytest.raises(PlanError, match="end is 0: the model also adds pictures to layer 0"):
+        prepare(config_for(*stages, **sections))
+    sections["training"] = {"max_steps": 1}
+    (tmp_path / "texts.jsonl").write_text('{"text": "a red square"}\n')
+    prepare(config_for(*stages, **sections | {"data": {"train": str(tmp_path / "texts.jsonl")}}))
+    assert data_of(model, path).longest
+    monkeypatch.setattr(admission, "seeing_layers", lambda config: 0)
+    with pytest.raises(ModelError, match="a qwen3_vl model: its later layers need more"):
+        data_of(model, path)
+
+
+@pytest.mark.parametrize("what", ["writes", "needs a name"])
+def test_a_processor_that_does_something_else_is_refused(what, llava, tmp_path, monkeypatch):
+    """As PaliGemma's, which puts a token before the text, or one without a token for pictures."""
+    if what == "writes":
+        call = LlavaProcessor.__call__
+
+        def changed(self: Any, text: Any = None, **how: Any) -> Any:
+            return call(self, text=[f"{each} a" for each in text], **how)
+
+        monkeypatch.setattr(LlavaProcessor, "__call__", changed)
+        said = "a llava model: its processor .* changes more of a text than a picture's place"
+    else:
+        monkeypatch.setattr(LlavaProcessor, "image_token_ids", property(lambda self: 1 / 0))
+        said = "a llava model: its processor "
+    with pytest.raises(ModelError, match=said):
+        data_of(llava, save_rows(tmp_path))
 
 
 def test_the_weights_of_the_tower_are_counted_on_the_first_stage(llava, tmp_path):

@@ -32,7 +32,7 @@ TRAINING = {
     **{"gradient_accumulation_steps": 2, "learning_rate": 1e-2},
 }
 CASES = [f"{family} {how}" for family in FAMILIES for how in ("full", "lora")]
-OFTEN = {"llava lora", "qwen2_5_vl full", "gemma3 full"}
+OFTEN = {"llava lora", "qwen3_vl full", "qwen3_5 lora", "gemma3 full"}
 RUNS = seldom(CASES, *(case for case in CASES if case not in OFTEN))
 TEXTS = ("input_ids", "attention_mask", "labels")
 OF_TEXT = ("language_model", "text_model", "lm_head")

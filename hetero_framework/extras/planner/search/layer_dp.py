@@ -187,7 +187,7 @@ class LayerProgramme:
             return (pin[1], pin[1]) if fits else None
         if last:
             return (layers, layers) if limit == layers else None
-        least = start if d == 0 else start + 1
+        least = self._fleet.profile.first_layers if d == 0 else start + 1
         limit = min(limit, layers - leave)
         return (least, limit) if least <= limit else None
 
