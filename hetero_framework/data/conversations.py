@@ -351,7 +351,8 @@ def check_media(fields: dict[str, Any], where: str) -> None:
     """Raise DataError for pictures, videos and sound."""
     for name in _MEDIA:
         if fields.get(name):
-            shown = 'set "training.objective": "image-text-to-text", or ' * name.startswith("image")
+            other = "image-dpo" if "rejected" in fields else "image-text-to-text"
+            shown = f'set "training.objective": "{other}", or ' * name.startswith("image")
             raise DataError(
                 f"{where} has the field {name}; only text can be trained on",
                 hint=f"{shown}remove these examples, or the field where the text does not need it",

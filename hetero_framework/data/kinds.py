@@ -14,7 +14,7 @@ import numpy as np
 
 from hetero_framework import registry
 from hetero_framework.config import Config, DataConfig, TrainingConfig
-from hetero_framework.config.objectives import needs_of
+from hetero_framework.config.objectives import needs_of, shows_pictures
 from hetero_framework.data.batches import MicroBatch, collate
 from hetero_framework.data.examples import Rows
 from hetero_framework.data.formats import Formatter, detect_format
@@ -102,8 +102,13 @@ def objectives_of(first: Record) -> list[str]:
 
     known = {name: needs_of(name) for name in registry.names("objectives")}
     found = [name for name, needs in known.items() if suits(needs.data)]
-    # Objectives on texts come last, since texts may have other fields, too.
-    return sorted(found, key=lambda o: (known[o].data == "text", known[o].task != "causal-lm"))
+
+    def rank(name: str) -> tuple[bool, ...]:
+        """Those on texts come last, since texts may have other fields, too; pictures come first."""
+        needs = known[name]
+        return needs.data == "text", not shows_pictures(needs.data), needs.task != "causal-lm"
+
+    return sorted(found, key=rank)
 
 
 def formatter_for(

@@ -38,6 +38,7 @@ from hetero_framework.errors import ConfigError, DataError, ModelError
 from hetero_framework.trainer.coordinator import train
 from tests.extras.stored_formats import writing
 from tests.extras.stored_formats.test_forms import FORMS
+from tests.extras.vision.seeing import encoded, picture, save_llava
 from tests.pools import Notes
 from tests.samples import WORDS, free_ports, plan_of, save_llama
 
@@ -83,6 +84,8 @@ def _rows(kind: str, count: int, seed: int) -> list[Raw]:
             "ner_tags": [len(word) % 3 for word in words],
         },
     }
+    for seen, told in (("seen", "chat"), ("seen pairs", "pairs")):
+        make[seen] = lambda k, told=told: {**make[told](k), "image": f"{k % 5}.png"}
     return [make[kind](k) for k in range(count)]
 
 
@@ -93,13 +96,14 @@ class Objective:
     rows: str
     training: Mapping[str, Any]
     data: Mapping[str, Any]
+    model: str = "dense"
 
 
 def _objective(rows: str, name: str | None = None, **data: Any) -> Objective:
     training = {"objective": name} if name else {}
     if name == "kto":  # whose batches do not go by length
         training["train_sampling_strategy"] = "sequential"
-    return Objective(rows, training, data)
+    return Objective(rows, training, data, "llava" if rows.startswith("seen") else "dense")
 
 
 OBJECTIVES = {
@@ -111,6 +115,8 @@ OBJECTIVES = {
     "classification": _objective("labelled", "classification"),
     "numbered": _objective("numbered", "classification"),
     "token-classification": _objective("words", "token-classification"),
+    "image-text-to-text": _objective("seen", "image-text-to-text"),
+    "image-dpo": _objective("seen pairs", "image-dpo"),
 }
 
 _EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
@@ -219,6 +225,10 @@ class Runs:
             for file in dense.iterdir():
                 if not (self.folder / name / file.name).exists():
                     shutil.copy(file, self.folder / name)
+        save_llava(self.folder / "llava", LAYERS)
+        for k in range(5):
+            image = picture(random.Random(k), 20 + 5 * k, 40 - 3 * k)
+            (self.folder / f"{k}.png").write_bytes(encoded(image))
         self._numbers = itertools.count()
 
     def raw(self, objective: str, settings: tuple[str, ...], **training: Any) -> Raw:
@@ -251,7 +261,7 @@ class Runs:
         if "offload" in settings:
             plan[0]["offload"] = 1
         used = {stage["id"] for stage in plan}
-        model = next((name for name in settings if name in MODELS), "dense")
+        model = next((name for name in settings if name in MODELS), about.model)
         output = self.folder / f"run-{next(self._numbers)}"
         return {
             "coordinator": {"ip": "127.0.0.1", "device": "cpu", "port": self.port},
@@ -267,6 +277,10 @@ class Runs:
         path = self.folder / f"{kind}-{name}{'-renamed' * renames}{ending}"
         if not path.exists():
             rows = _rows(kind, count, ord(name))
+            for row in rows if "image" in rows[0] else ():
+                row["image"] = str(self.folder / row["image"])
+                if "prompt" in row:
+                    row["prompt"] = f"<image> {row['prompt']}"
             if renames:
                 rows = [{f"their {field}": row[field] for field in row} for row in rows]
             _write(path, rows)

@@ -201,6 +201,8 @@ WANTS: list[tuple[str, tuple[str, ...] | dict[str, Any], str]] = [
         "image-classification",
     ),
     ("vision", {"training": {"objective": "image-text-to-text"}}, "image-text-to-text"),
+    ("vision", {"training": {"objective": "image-dpo"}}, "image-dpo"),
+    ("preferences", {"training": {"objective": "image-dpo"}}, "image-dpo"),
     ("chains", {"training": {"objective": "sequential"}, "adapter": None}, "sequential"),
     ("chains", {"model": {"chain": "net"}, "adapter": None}, "model.chain: it needs the extra 'c"),
 ]

@@ -54,8 +54,8 @@ OTHERS = {
     " MtpModel label_ids padding_side"
     " on_substep_end on_prediction_step on_predict"
     " align_special_tokens from_pretrained num_items_in_batch _..._implementation_internal",
-    "TRL and axolotl": "DataCollatorWithFlattening DPOConfig KTOConfig RewardConfig SFTTrainer"
-    " device_map early_stopping_patience lora_r micro_batch_size sample_packing"
+    "TRL and axolotl": "DataCollatorWithFlattening DPOConfig DPOTrainer KTOConfig RewardConfig"
+    " SFTTrainer device_map early_stopping_patience lora_r micro_batch_size sample_packing"
     " sequence_len train_dataset",
     "tinker": "save_state",
     "peft": "PeftModel.from_pretrained pissa_niter_N",

@@ -65,6 +65,7 @@ class PairLoss:
 
 PAIR_LOSSES: dict[str, dict[str, PairLoss]] = {"dpo": {}, "cpo": {}}
 """The losses by objective and name, the default first."""
+PAIR_LOSSES["image-dpo"] = PAIR_LOSSES["dpo"]
 
 
 def register_pair_loss(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REFERENCE: Mapping[str, tuple[str, ...]] = {
-    "pairs": ("ref_chosen_logps", "ref_rejected_logps"),
+    **dict.fromkeys(("pairs", "pictured-pairs"), ("ref_chosen_logps", "ref_rejected_logps")),
     "ratings": ("ref_logps",),
     "mismatched": ("ref_logps", "ref_KL_logps"),
 }

@@ -1,4 +1,4 @@
-"""Training settings of the objectives dpo, orpo, cpo and kto."""
+"""Training settings of the objectives dpo, with pictures image-dpo, orpo, cpo and kto."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from hetero_framework.extras.preferences.pair_losses import PAIR_LOSSES
 WITHOUT_KL = "apo_zero_unpaired"
 _OTHER_LOSSES = {"sft": ("nll",), "orpo": ("sigmoid",), "kto": ("kto", WITHOUT_KL)}
 """Values of loss_type that are no losses of pairs, by objective, the default first."""
-_OF_DPO = ReadIf("objective=dpo")
+_OF_DPO = ReadIf("objective=dpo|image-dpo")
+_OF_ANSWERS = ReadIf("objective=dpo|image-dpo|orpo|cpo|kto")
+_OF_SFT_OR_ANSWERS = ReadIf("objective=sft|dpo|image-dpo|orpo|cpo|kto")
 _OF_CPO = ReadIf("objective=cpo")
 _OF_KTO = ReadIf("objective=kto")
 
@@ -47,14 +49,12 @@ def _read_by_losses(setting: str) -> ReadIf:
 class PreferenceSettings(TrainingConfig):
     """The training section with the settings of preference objectives."""
 
-    loss_type: Annotated[str | tuple[str, ...] | None, ReadIf("objective=sft|dpo|orpo|cpo|kto")] = (
-        None
-    )
+    loss_type: Annotated[str | tuple[str, ...] | None, _OF_SFT_OR_ANSWERS] = None
     """DPO's, CPO's or KTO's loss, by its name in TRL. DPO also takes several losses, added up by
     loss_weights. null: sigmoid, for KTO kto. "sft" has TRL's "nll" alone."""
     loss_weights: Annotated[tuple[float, ...] | None, _OF_DPO] = None
     """A weight for each loss_type. null: 1 for each. Elsewhere: dpo_loss_weights."""
-    beta: Annotated[float, ReadIf("objective=dpo|orpo|cpo|kto")] = Field(default=0.1, gt=0)
+    beta: Annotated[float, _OF_ANSWERS] = Field(default=0.1, gt=0)
     """DPO, KTO: how closely the model keeps to the reference. ORPO: weight of the odds. CPO: the
     factor of log-probabilities. Elsewhere: rl_beta, dpo_beta, pref_beta, orpo_alpha, trl.beta."""
     label_smoothing: Annotated[float, _read_by_losses("label_smoothing")] = Field(
@@ -81,7 +81,9 @@ class PreferenceSettings(TrainingConfig):
     kto_chosen_weight."""
     undesirable_weight: Annotated[float, _OF_KTO] = Field(default=1.0, ge=0)
     """KTO: weight of the other answers. Elsewhere: kto_undesirable_weight, kto_rejected_weight."""
-    precompute_ref_log_probs: Annotated[bool, ROUNDING, ReadIf("objective=dpo|kto")] = True
+    precompute_ref_log_probs: Annotated[bool, ROUNDING, ReadIf("objective=dpo|kto|image-dpo")] = (
+        True
+    )
     """DPO, KTO: ask the reference once, before the first step, and keep its numbers for each
     example. false: in every step, with the adapter switched off. (TRL's default is false.)"""
 

@@ -45,6 +45,7 @@ COLUMNS = ("images", "image")
 _MARK = "\ue002"  # stands for a picture in a message's text, until the template is applied
 _PART = '{"type": "image"}'
 _SPANS = "return_assistant_tokens_mask"
+_ANSWERS = ("completion", "chosen", "rejected")
 
 
 class PictureReader(ConversationReader):
@@ -56,7 +57,7 @@ class PictureReader(ConversationReader):
     def read(self, record: Record, name: str) -> Conversation:
         chat = super().read(record, name)
         texts = [message.get("content", "") for message in chat.messages]
-        if name != "completion" and not any(_MARK in text for text in texts):
+        if name not in _ANSWERS and not any(_MARK in text for text in texts):
             asked = next((m for m in chat.messages if m["role"] == "user"), None)
             if asked is not None:
                 asked["content"] = _MARK * self.pictures + asked.get("content", "")
@@ -108,10 +109,11 @@ class PictureRenderer(ChatRenderer):
         self._check(chat)
         return text
 
-    def two_parts(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-        """Token ids of a rendered prompt with pictures, and of the text behind it."""
-        self.expanded(prompt + answer)  # or raises for a picture in the answer
-        return self._encoded(prompt), super()._encoded(answer)
+    def apart(self, prompt: str, answers: Sequence[str]) -> list[list[int]]:
+        """Token ids of a rendered prompt with pictures, and of each text behind it."""
+        for answer in answers:
+            self.expanded(prompt + answer)  # or raises for a picture in the answer
+        return [self._encoded(prompt), *map(super()._encoded, answers)]
 
     def _encoded(self, text: str) -> list[int]:
         return super()._encoded(self.expanded(text))
@@ -194,9 +196,7 @@ class PictureFormatter(Formatter):
         pictures: PictureStore,
     ) -> None:
         name: str = options.format
-        if name == "auto":
-            name = "messages" if first.fields.get("prompt") is None else "prompt_completion"
-        super().__init__(name, tokenizer, options)
+        super().__init__(self.told(first) if name == "auto" else name, tokenizer, options)
         self._pictures, self._numbers = pictures, list[tuple[int, int]]()
         if options.truncation_mode == "keep_end":
             raise DataError(
@@ -209,14 +209,18 @@ class PictureFormatter(Formatter):
                 hint="it needs messages; leave it out otherwise",
             )
 
+    def told(self, first: Record) -> str:
+        """The format that the first example tells."""
+        return "messages" if first.fields.get("prompt") is None else "prompt_completion"
+
     def rows(self, records: list[Record]) -> list[list[Tokens]]:
         self._numbers = []
-        return [[self._row(record)] for record in records]
+        return [self._shown(record) for record in records]
 
     def targets(self, records: list[Record]) -> list[Sequence[float]]:
         return [*self._numbers]
 
-    def _row(self, record: Record) -> Tokens:
+    def _shown(self, record: Record) -> list[Tokens]:
         first, fields = len(self._pictures), dict(record.fields)
         given = [picture for name in COLUMNS for picture in _listed(fields.pop(name, None))]
         tokens = [self._pictures.add(picture, record.where) for picture in given]
@@ -224,34 +228,40 @@ class PictureFormatter(Formatter):
         chat.show(self._pictures.placeholder, tokens, record.where)
         reader.pictures = len(given)
         self._numbers.append((first, len(given)))
-        record = Record(record.where, fields)
-        row = self._whole(record) if self.name == "messages" else self._pair(record)
+        rows = self.made(Record(record.where, fields))
         most = self.options.max_length
-        if most is not None and self._pictures.cut_by(row[0], most):
+        if most is not None and any(self._pictures.cut_by(ids, most) for ids, _ in rows):
             raise DataError(
-                f"{record.where}: a picture would be cut: the example has {len(row[0])} tokens, and"
-                f" data.max_length is {most}",
+                f"{record.where}: a picture would be cut: the example has {len(rows[0][0])} tokens,"
+                f" and data.max_length is {most}",
                 hint="raise data.max_length, or take smaller pictures",
             )
-        return row
+        return rows
 
-    def _pair(self, record: Record) -> Tokens:
-        """Prompt and completion are tokenised one by one, as TRL does where there are pictures."""
-        record, chat = as_messages(record, "completion"), cast(PictureRenderer, self.chat)
-        if self._are_messages(record, "completion"):
-            self.use(record, "prompt", "completion", *CONVERSATION_FIELDS)
-            prompt, [whole] = self._dialogues(record, "completion")
-            text = chat.text(whole)
-            begun = chat.text(prompt, add_generation_prompt=True)
-            same = common(begun, text)
-            begun, answer = text[:same], text[same:]
-        else:
-            self.use(record, "prompt", "completion")
-            begun, answer = (string_field(record, name) for name in ("prompt", "completion"))
-            answer = self._with_eos(answer)
-        asked, ids = chat.two_parts(begun, answer)
+    def made(self, record: Record) -> list[Tokens]:
+        """The rows of an example whose pictures are shown."""
+        if self.name == "messages":
+            return [self._whole(record)]
+        asked, ids = self.apart(as_messages(record, "completion"), "completion")
         only = self.options.completion_only_loss is not False
-        return [*asked, *ids], [not only] * len(asked) + [True] * len(ids)
+        return [([*asked, *ids], [not only] * len(asked) + [True] * len(ids))]
+
+    def apart(self, record: Record, *names: str) -> list[list[int]]:
+        """Token ids of the prompt and of the answers under these names, tokenised one by one, as
+        TRL does where there are pictures."""
+        chat = cast(PictureRenderer, self.chat)
+        if self._are_messages(record, names[0]):
+            self.use(record, "prompt", *names, *CONVERSATION_FIELDS)
+            prompt, dialogues = self._dialogues(record, *names)
+            begun, whole = (
+                chat.text(prompt, add_generation_prompt=True),
+                [*map(chat.text, dialogues)],
+            )
+            same = min(common(begun, text) for text in whole)
+            return chat.apart(begun[:same], [text[same:] for text in whole])
+        self.use(record, "prompt", *names)
+        begun, *answers = (string_field(record, name) for name in ("prompt", *names))
+        return chat.apart(begun, [*map(self._with_eos, answers)])
 
 
 def _listed(value: Any) -> list[Any]:
@@ -259,40 +269,40 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PicturedRows(Examples):
-    """Rows with pictures, whose `targets` are the numbers of the first picture and of pictures."""
+    """Rows with pictures. `shown`: each example's number of the first picture, and of pictures."""
 
-    pictures: PictureStore | None = None
+    shown: np.ndarray
+    pictures: PictureStore
 
     def numbers(self, index: int) -> range:
-        """The numbers of the pictures of a row."""
-        assert self.targets is not None
-        first, count = map(int, self.targets[index])
+        """The numbers of the pictures of an example."""
+        first, count = map(int, self.shown[index])
         return range(first, first + count)
 
     @cached_property
     def fingerprint(self) -> str:
-        """As of texts, with the pictures' contents in place of their numbers."""
-        assert self.pictures is not None
-        texts = Examples(self.ids, self.trained, self.offsets)
-        digest = hashlib.sha256(texts.fingerprint.encode())
-        for index in range(len(self)):
+        """As of texts, with the pictures' contents."""
+        digest = hashlib.sha256(super().fingerprint.encode())
+        for index in range(len(self.shown)):
             pictures = [self.pictures.digest(number) for number in self.numbers(index)]
             digest.update(b"".join([len(pictures).to_bytes(4, "little"), *pictures]))
         return digest.hexdigest()
 
 
-def _kept(
+def with_pictures(
     examples: Examples, data: DataConfig, training: TrainingConfig, pictures: PictureStore
 ) -> PicturedRows:
-    parts = examples.ids, examples.trained, examples.offsets, examples.targets
-    return PicturedRows(*parts, pictures=pictures)
-
-
-def _remarks(examples: PicturedRows, training: TrainingConfig) -> Iterator[str]:
+    """The rows that PictureFormatter made, with their pictures."""
+    parts = examples.ids, examples.trained, examples.offsets
     assert examples.targets is not None
-    counts = examples.targets[:, 1].astype(int)
+    return PicturedRows(*parts, shown=examples.targets, pictures=pictures)
+
+
+def counted(examples: PicturedRows, training: TrainingConfig) -> Iterator[str]:
+    """A line on the pictures of the training data."""
+    counts = examples.shown[:, 1].astype(int)
     yield f"train: {counts.sum():,} pictures, at most {counts.max()} in an example"
 
 
@@ -304,7 +314,6 @@ def collate_pictures(
 ) -> MicroBatch:
     """`collate`, and what the processor makes of the pictures of all rows."""
     batch = collate(examples, indices, pad_token_id, multiple)
-    assert examples.pictures is not None
     numbers = [examples.numbers(int(index)) for index in indices]
     return batch | examples.pictures.inputs(numbers, batch)
 
@@ -313,9 +322,9 @@ PICTURED = ExampleKind(
     "texts with pictures",
     ("messages", "prompt_completion"),
     PictureFormatter,
-    _kept,
+    with_pictures,
     collate_pictures,
     needs=(COLUMNS, ("messages", "conversations", "prompt")),
     beside=pictures_of,
-    remarks=_remarks,
+    remarks=counted,
 )

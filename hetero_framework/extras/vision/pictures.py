@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +147,8 @@ class PictureStore:
         micro-batch of text: what the processor makes, the kinds of tokens, and positions."""
         made: MicroBatch = {}
         if any(rows):
-            images = [[self.image(number) for number in row] for row in rows]
+            decoded = {number: self.image(number) for number in chain.from_iterable(rows)}
+            images = [[decoded[number] for number in row] for row in rows]
             text = [self.placeholder * len(row) for row in rows]
             how = {"add_special_tokens": False, "padding": True, "return_tensors": "pt"}
             with quiet_library():

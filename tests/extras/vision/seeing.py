@@ -85,7 +85,7 @@ def clip() -> Any:
     )
 
 
-def save_llava(folder: Path) -> Path:
+def save_llava(folder: Path, layers: int = LAYERS) -> Path:
     size = {"height": 28, "width": 28}
     processor = hf.LlavaProcessor(
         image_processor=hf.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=size),
@@ -94,7 +94,8 @@ def save_llava(folder: Path) -> Path:
         num_additional_image_tokens=1,
     )
     config = hf.LlavaConfig(
-        **{"text_config": hf.LlamaConfig(**text_sizes()), "vision_config": clip()},
+        text_config=hf.LlamaConfig(**text_sizes(num_hidden_layers=layers)),
+        vision_config=clip(),
         **{"image_token_index": 5, "vision_feature_select_strategy": "default"},
     )
     return save_model(hf.LlavaForConditionalGeneration, config, processor, folder)
@@ -341,5 +342,21 @@ def save_rows(folder: Path, count: int = 9, pairs: bool = False) -> Path:
         parts = {"prompt": asked, "completion": answer} if pairs else {"messages": asked + answer}
         rows.append({"images": paths, **parts})
     path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def save_pairs(folder: Path, placeholder: str | None = None, count: int = 9) -> Path:
+    """The prompts of `save_rows` with a chosen and a rejected answer, as messages; as plain texts,
+    if `placeholder` is the text that stands for a picture."""
+    draw, path = random.Random(1), save_rows(folder, count, pairs=True)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row["chosen"] = row.pop("completion")
+        said = " ".join(draw.choices(NAMES, k=draw.randint(1, 6)))
+        row["rejected"] = [{"role": "assistant", "content": [{"type": "text", "text": said}]}]
+        for name in ("prompt", "chosen", "rejected") if placeholder is not None else ():
+            parts = row[name][0]["content"]
+            row[name] = " ".join(part.get("text", placeholder) for part in parts) + " "
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

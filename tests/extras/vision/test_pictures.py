@@ -273,3 +273,6 @@ def test_pictures_are_told_by_their_column():
     fields = row(["a.png"])
     assert objectives_of(Record("a:1", fields)) == ["image-text-to-text", "sft"]
     assert objectives_of(Record("a:1", {"messages": fields["messages"]})) == ["sft"]
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    found = objectives_of(Record("a:1", {**pair, "image": "a.png"}))
+    assert found[:2] == ["image-dpo", "image-text-to-text"]

@@ -23,7 +23,7 @@ from tests.extras.vision.seeing import FAMILIES, LAYERS, processor_of, save_rows
 from tests.integration.oracles import _arguments, _logged, assert_agree, read_rows, save_adapter
 from tests.integration.test_parity import assert_same, assert_same_runs, weights
 from tests.integration.test_resume import SAVING, evals, stop_after
-from tests.samples import config_for
+from tests.samples import config_for, plan_of
 
 pytestmark = pytest.mark.xdist_group("pool2")
 
@@ -46,26 +46,14 @@ FORMS = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """A function that gives the checkpoint of a family, made once."""
-    made: dict[str, Path] = {}
-
-    def model(family: str) -> Path:
-        if family not in made:
-            made[family] = FAMILIES[family](tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return model
-
-
-@pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
     return {pairs: save_rows(folder / str(pairs), pairs=pairs) for pairs in (False, True)}
 
 
 def data_of(model: Path, path: Path | None, **data: Any) -> TrainData:
-    sections: dict[str, Any] = {"model": {"name_or_path": str(model)}, "training": TRAINING}
+    sections: dict[str, Any] = {"model": {"name_or_path": str(model)}}
+    sections["training"] = data.pop("training", TRAINING)
     sections["data"] = {"train": str(path), **data}
     config = config_for(("local", LAYERS), **sections)
     return load_data(config, load_tokenizer(config))
@@ -157,13 +145,17 @@ def test_training_is_trls_under_any_cut_and_the_class_loads_the_result(
         assert not any(report.values()), report
 
 
-def test_a_resumed_run_under_another_plan_is_the_whole_run(models, rows, configured, tmp_path):
-    model, path = models("llava"), rows[False]
+@pytest.mark.parametrize("family", seldom(["llava", "qwen2_5_vl"], "llava"))
+def test_a_resumed_run_under_another_plan_is_the_whole_run(
+    family, models, rows, configured, tmp_path
+):
+    model, path = models(family), rows[False]
     sections: dict[str, Any] = {"model": {"name_or_path": str(model)}, "layers": LAYERS}
     sections |= {"data": {"train": str(path), "eval": str(path)}}
-    sections["training"] = {**TRAINING, **SAVING, "eval_steps": 2}
+    sections["training"] = {**TRAINING, **SAVING, "eval_steps": 2, "bf16": family != "llava"}
     train(configured([2], "whole", **sections), debug=True)
     stop_after(configured([1, 3], "parts", **sections), 3)
-    train(configured([3], "parts", **sections), resume=2, debug=True)
+    sections["shard_plan"] = plan_of(("local", 1), (1, 2), ("local", 3), (1, LAYERS))
+    train(configured([], "parts", **sections), resume=2, debug=True)
     assert_same_runs(tmp_path / "parts", tmp_path / "whole")
     assert evals(tmp_path / "parts") == evals(tmp_path / "whole")

@@ -1,0 +1,81 @@
+"""Pairs of answers to prompts with pictures, as TRL's DPOTrainer (1.16) reads them.
+
+The pictures of a prompt are shown twice: a pair's chosen and rejected row each have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import numpy as np
+
+from hetero_framework.config import DataConfig, TrainingConfig
+from hetero_framework.data.batches import MicroBatch
+from hetero_framework.data.examples import Examples
+from hetero_framework.data.formats import Tokens
+from hetero_framework.data.kinds import ExampleKind
+from hetero_framework.data.sources import Record
+from hetero_framework.extras.preferences.pairs import (
+    AnswerRows,
+    PairFormatter,
+    answer_rows,
+    collate_answers,
+    with_prompt,
+)
+from hetero_framework.extras.preferences.preferences import Preferences
+from hetero_framework.extras.vision.pictured_data import (
+    COLUMNS,
+    PicturedRows,
+    PictureFormatter,
+    counted,
+    with_pictures,
+)
+from hetero_framework.extras.vision.pictures import PictureStore, pictures_of
+
+__all__ = ["PICTURED_PAIRS", "Preferences"]  # the objective is that of pairs of texts
+
+
+class PicturedPairFormatter(PictureFormatter, PairFormatter):
+    """Tokenises pairs with pictures."""
+
+    def told(self, first: Record) -> str:
+        return "preference"
+
+    def made(self, record: Record) -> list[Tokens]:
+        asked, *answers = self.apart(with_prompt(record), *self.answers)
+        return [([*asked, *ids], [False] * len(asked) + [True] * len(ids)) for ids in answers]
+
+
+def _kept(
+    examples: Examples, data: DataConfig, training: TrainingConfig, pictures: PictureStore
+) -> AnswerRows:
+    return answer_rows(with_pictures(examples, data, training, pictures), data, training)
+
+
+def collate_pictured(
+    pairs: AnswerRows,
+    indices: Sequence[int] | np.ndarray,
+    pad_token_id: int,
+    multiple: int | None,
+) -> MicroBatch:
+    """`collate_answers`, and what the processor makes of the pictures of all rows."""
+    batch, rows = collate_answers(pairs, indices, pad_token_id, multiple), _rows(pairs)
+    numbers = [rows.numbers(int(index)) for index in indices] * pairs.each
+    return batch | rows.pictures.inputs(numbers, batch)
+
+
+def _rows(pairs: AnswerRows) -> PicturedRows:
+    return cast(PicturedRows, pairs.rows)
+
+
+def _remarks(pairs: AnswerRows, training: TrainingConfig) -> Iterator[str]:
+    return counted(_rows(pairs), training)
+
+
+PICTURED_PAIRS = ExampleKind(
+    *("pairs with pictures", ("preference",), PicturedPairFormatter, _kept, collate_pictured),
+    needs=(COLUMNS, ("chosen",), ("rejected",)),
+    beside=pictures_of,
+    remarks=_remarks,
+)
