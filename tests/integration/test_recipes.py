@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from transformers import AutoTokenizer
 
 from hetero_framework.cli import main
@@ -16,6 +17,7 @@ from hetero_framework.extras.yaml_files.recipes import recipes
 from hetero_framework.models.cut.tiny import TINY_LAYERS
 from tests.extras.foreign_formats.test_gguf import STUB
 from tests.extras.islands.helpers import StandIn, serving, train_islands
+from tests.extras.vision.seeing import LAYERS, save_idefics3
 from tests.samples import free_ports, plan_of, read_jsonl, save_tiny
 from tests.unit.data_helpers import CHATML
 
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left_here")
 FAMILIES = {
     **{"Qwen/Qwen3": "qwen3", "Qwen/Qwen2.5": "qwen2", "FacebookAI/roberta": "roberta"},
     **{"meta-llama/Llama": "llama", "HuggingFaceTB/SmolLM2": "llama"},
+    "HuggingFaceTB/SmolVLM": "idefics3",
 }
 STEPS = 2
 ROWS = 33  # two steps an epoch of the largest batch, and one or more held out
@@ -35,7 +38,8 @@ SLOW = ("visualize", "verify_architecture", "probe_longest_batch")
 def models(tmp_path_factory):
     """A folder with a tiny model of each family."""
     folder = tmp_path_factory.mktemp("models")
-    for family in set(FAMILIES.values()):
+    save_idefics3(folder / "idefics3", tile=512)
+    for family in {*FAMILIES.values()} - {"idefics3"}:
         save_tiny(family, folder / family, max_position_embeddings=1200)
         tokenizer = AutoTokenizer.from_pretrained(folder / family)
         tokenizer.chat_template = CHATML
@@ -66,6 +70,9 @@ def save_rows(text: str) -> None:
     rows = rows[len(head) :]
     assert len(rows) == 3
     Path("data").mkdir()
+    for name in {*re.findall(r"pictures/\w+.jpg", "".join(rows))}:
+        Path("pictures").mkdir(exist_ok=True)
+        Image.new("RGB", (60, 40), "red").save(name)
     for file in re.findall(r"^ +.*?(data/\S+)", text, re.MULTILINE):
         lines = [*head, *(rows[k % 3] for k in range(ROWS))]
         place = Path(file.replace("*", "part-1"))
@@ -95,7 +102,8 @@ def test_a_recipe_is_checked_and_trains(name, prepared, tmp_path):
     changes = [f"training.max_steps={STEPS}", f"coordinator.port={port}"]
     changes += ["coordinator.device=cpu", *(f"training.{name}=false" for name in SLOW)]
     if name != "sft-lora":  # to plan and to measure takes as long as the steps
-        changes.append(f"shard_plan={json.dumps(plan_of(('local', TINY_LAYERS)))}")
+        layers = LAYERS if name == "pictures" else TINY_LAYERS
+        changes.append(f"shard_plan={json.dumps(plan_of(('local', layers)))}")
     if "eval_steps:" in config.read_text(encoding="utf-8"):
         changes += ["training.eval_steps=1", "training.save_steps=1"]
     assert main(["train", "--config", str(config), *(f"--set={one}" for one in changes)]) == 0

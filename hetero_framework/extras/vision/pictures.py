@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import os
 import tempfile
 import warnings
@@ -27,8 +28,9 @@ from hetero_framework.config import Config
 from hetero_framework.config.strict_json import json_type
 from hetero_framework.data.batches import PICTURES, MicroBatch
 from hetero_framework.data.sources import shorten
-from hetero_framework.errors import DataError, ModelError, in_words
+from hetero_framework.errors import ConfigError, DataError, ModelError, in_words
 from hetero_framework.extras.vision.admission import admit_pictures
+from hetero_framework.extras.vision.settings import PictureSettings
 from hetero_framework.models.cut.language import on_meta
 from hetero_framework.models.cut.tiny import stock_class
 from hetero_framework.models.files.source import ModelSource
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MOST = 1 << 24  # their numbers are kept among targets, as float32
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+_EDGES = {"image_min_pixels": "shortest_edge", "image_max_pixels": "longest_edge"}
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap width and height
 _HINT = 'a picture is a path, or {"bytes": ..., "path": ...} as datasets\' Image has it'
 
@@ -232,7 +235,38 @@ def pictures_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> PictureSt
     processor = _processor(source, tokenizer)
     store = partial(PictureStore, processor, source.config, config.base_dir)
     admit_pictures(source.config, processor, store)
+    assert config.data is not None
+    data, kind = PictureSettings.of(config.data), source.config.model_type
+    _set_sizes(processor.image_processor, data, kind)
     return store()
+
+
+def _set_sizes(images: Any, data: PictureSettings, kind: str) -> None:
+    """Set the sizes of pictures, in the terms of an image processor: Qwen's edges are numbers of
+    pixels, and Idefics3's is the longer side, in whole tiles. Raises ConfigError where a setting
+    can mean nothing."""
+    given, tile = dict(images.size), getattr(images, "max_image_size", {}).get("longest_edge", 1)
+    for name, edge in _EDGES.items():
+        if (pixels := getattr(data, name)) is None:
+            continue
+        if not {edge, "longest_edge"} <= given.keys():
+            raise ConfigError(
+                f"data.{name}: the processor of {kind} gives pictures a size of its own",
+                hint="leave the setting out",
+            )
+        if "shortest_edge" not in given and not (pixels := math.isqrt(pixels) // tile * tile):
+            raise ConfigError(
+                f"data.{name} is less than one tile of {kind}, {tile**2:,} pixels",
+                hint=f"set it to {tile**2} or more",
+            )
+        given[edge] = pixels
+    if given.get("shortest_edge", 0) > given.get("longest_edge", math.inf):
+        raise ConfigError(
+            f"pictures would have at least {given['shortest_edge']:,} pixels and at most"
+            f" {given['longest_edge']:,}: one number is of data, the other of the processor",
+            hint="set both data.image_min_pixels and data.image_max_pixels",
+        )
+    images.size = type(images.size)(**given)
 
 
 def _processor(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Any:

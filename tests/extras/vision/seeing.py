@@ -119,12 +119,12 @@ def save_llava_next(folder: Path) -> Path:
     return save_model(hf.LlavaNextForConditionalGeneration, config, processor, folder)
 
 
-def save_idefics3(folder: Path) -> Path:
+def save_idefics3(folder: Path, tile: int = 28) -> Path:
     tags = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
     tags += [f"<row_{a}_col_{b}>" for a in range(1, 7) for b in range(1, 7)]
     processor = hf.Idefics3Processor(
         image_processor=hf.Idefics3ImageProcessorPil(
-            size={"longest_edge": 56}, max_image_size={"longest_edge": 28}
+            size={"longest_edge": 2 * tile}, max_image_size={"longest_edge": tile}
         ),
         tokenizer=save_tokenizer(folder, more=tags),
         image_seq_len=4,
@@ -133,7 +133,7 @@ def save_idefics3(folder: Path) -> Path:
         text_config=hf.LlamaConfig(**text_sizes()),
         vision_config={
             **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
-            **{"num_attention_heads": 2, "image_size": 28, "patch_size": 7},
+            **{"num_attention_heads": 2, "image_size": tile, "patch_size": tile // 4},
         },
         **{"image_token_id": 5, "scale_factor": 2, "pad_token_id": 0},
     )

@@ -26,7 +26,10 @@ from tests.extras.vision.seeing import (
     encoded,
     picture,
     processor_of,
+    save_gemma3,
+    save_idefics3,
     save_llava,
+    save_qwen2_5_vl,
     save_qwen3_vl,
     save_rows,
 )
@@ -276,3 +279,64 @@ def test_pictures_are_told_by_their_column():
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     found = objectives_of(Record("a:1", {**pair, "image": "a.png"}))
     assert found[:2] == ["image-dpo", "image-text-to-text"]
+
+
+def sizes(pixels: int) -> dict[str, int]:
+    return {"image_max_pixels": pixels}
+
+
+@pytest.mark.parametrize(
+    ("save_model", "settings", "size"),
+    [
+        (
+            save_qwen2_5_vl,
+            {"image_min_pixels": 3200, "image_max_pixels": 4000},
+            {"shortest_edge": 3200, "longest_edge": 4000},
+        ),
+        (save_qwen2_5_vl, sizes(800), {"shortest_edge": 784, "longest_edge": 800}),
+        (save_idefics3, sizes(84 * 84 + 99), {"longest_edge": 84}),
+        (save_idefics3, sizes(28 * 28), {"longest_edge": 28}),
+    ],
+)
+def test_pictures_have_the_pixels_that_the_processor_gives_with_its_own_setting(
+    save_model, settings, size, tmp_path
+):
+    model = save_model(tmp_path / "model")
+    path = save_rows(tmp_path / "rows")
+    images = [Image.open(name) for name in json.loads(path.read_text().splitlines()[1])["images"]]
+    processor = processor_of(model)
+    found, usual = (
+        data_of(model, path, **given).micro_batch(np.arange(1, 2)) for given in (settings, {})
+    )
+    made = processor(
+        images=[images],
+        text=[processor.image_token * 2],
+        **{"images_kwargs": {"size": size}, "return_tensors": "pt", "add_special_tokens": False},
+    )
+    shown = {n.removeprefix(PICTURES): t for n, t in found.items() if n.startswith(PICTURES)}
+    shown.pop("mm_token_type_ids", None)
+    assert all(torch.equal(tensor, made[name]) for name, tensor in shown.items())
+    assert found["input_ids"].numel() != usual["input_ids"].numel()
+    tokens = (found["input_ids"] == 5).sum()
+    assert tokens == (made["input_ids"] == 5).sum()
+    assert shown["pixel_values"].shape != usual[f"{PICTURES}pixel_values"].shape
+
+
+@pytest.mark.parametrize(
+    ("save_model", "settings", "said"),
+    [
+        (save_llava, sizes(4000), "image_max_pixels: the processor of llava gives pictures"),
+        (save_gemma3, {"image_min_pixels": 9}, "image_min_pixels: the processor of gemma3"),
+        (save_idefics3, {"image_min_pixels": 9}, "image_min_pixels: the processor of idefics3"),
+        (save_idefics3, sizes(700), "less than one tile of idefics3, 784 pixels"),
+        (save_qwen2_5_vl, {"image_min_pixels": 9999}, "at least 9,999 pixels and at most 4,704"),
+        (
+            save_qwen2_5_vl,
+            {"image_min_pixels": 9, "image_max_pixels": 8},
+            "image_min_pixels is more than image_max_pixels",
+        ),
+    ],
+)
+def test_pixels_that_can_mean_nothing_are_refused_by_name(save_model, settings, said, tmp_path):
+    model = save_model(tmp_path / "model")
+    assert said in refusal(model, save_rows(tmp_path / "rows"), **settings)
