@@ -73,8 +73,8 @@ def _batch(store: Any) -> MicroBatch:
     tokens = store.add({"bytes": file.getvalue()}, "a try")
     processor, how = store.processor, {"add_special_tokens": False}
     ids, text = (processor.tokenizer(t, **how)["input_ids"] for t in (tokens + _TEXT, _TEXT))
-    made = processor(images=[[store.image(0)]], text=[store.placeholder + _TEXT], **how)
-    if [*made["input_ids"][0]] != ids:
+    theirs = processor(images=[[store.image(0)]], text=[store.placeholder + _TEXT], **how)
+    if [*theirs["input_ids"][0]] != ids:
         raise ValueError("it changes more of a text than a picture's place")
     padding = [0] * (len(ids) - len(text))
     mask = torch.tensor([[1] * len(ids), [1] * len(text) + padding])
