@@ -79,8 +79,8 @@ def _batch(store: Any) -> MicroBatch:
     padding = [0] * (len(ids) - len(text))
     mask = torch.tensor([[1] * len(ids), [1] * len(text) + padding])
     batch = {"input_ids": torch.tensor([ids, text + padding]), "attention_mask": mask}
-    made: MicroBatch = store.inputs([[0], []], batch)
-    return batch | made
+    seen: MicroBatch = store.inputs([[0], []], batch)
+    return {**batch, **seen}
 
 
 def _tiny(config: Any) -> PretrainedConfig:

@@ -254,6 +254,30 @@ def save_mistral3(folder: Path) -> Path:
     return save_model(hf.Mistral3ForConditionalGeneration, config, processor, folder)
 
 
+def save_aya_vision(folder: Path) -> Path:
+    tags = ["<patch>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL"]
+    tokenizer = save_tokenizer(folder, more=[*tags, *(f"TILE_{k}" for k in range(1, 7)), "TILE"])
+    processor = hf.AyaVisionProcessor(
+        image_processor=hf.GotOcr2ImageProcessorPil(
+            size={"height": 28, "width": 28}, **{"min_patches": 1, "max_patches": 4}
+        ),
+        **{"tokenizer": tokenizer, "patch_size": 7, "img_size": 28, "downsample_factor": 2},
+        img_patch_token="<patch>",
+    )
+    text = {"head_dim": 8, "sliding_window": 8, "logit_scale": 1.0}  # other scales only TRL applies
+    config = hf.AyaVisionConfig(
+        text_config=hf.Cohere2Config(**text_sizes(**text)),
+        vision_config={
+            **{"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32},
+            **{"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28},
+            "patch_size": 7,
+        },
+        **{"image_token_index": tokenizer.convert_tokens_to_ids("<patch>")},
+        **{"downsample_factor": 2, "alignment_intermediate_size": 32},
+    )
+    return save_model(hf.AyaVisionForConditionalGeneration, config, processor, folder)
+
+
 def save_gemma3(folder: Path) -> Path:
     named = ["boi_token=<boi>", "eoi_token=<eoi>", "image_token=<image>"]
     tokenizer = save_tokenizer(folder, "<boi>", [*named, "\n\n"])
@@ -298,6 +322,7 @@ FAMILIES = {
     "llava_next": save_llava_next,
     "idefics3": save_idefics3,
     "internvl": save_internvl,
+    "aya_vision": save_aya_vision,
     "qwen2_vl": save_qwen2_vl,
     "qwen2_5_vl": save_qwen2_5_vl,
     "qwen3_vl": save_qwen3_vl,
