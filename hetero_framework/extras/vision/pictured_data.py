@@ -271,6 +271,16 @@ class PicturedRows(Examples):
         first, count = map(int, self.targets[index])
         return range(first, first + count)
 
+    def soon(self, batches: Sequence[np.ndarray]) -> None:
+        """Prepare the pictures of these micro-batches ahead of time, and no others."""
+        assert self.pictures is not None
+        self.pictures.soon([[self.numbers(int(row)) for row in rows] for rows in batches])
+
+    def close(self) -> None:
+        """Prepare no more."""
+        assert self.pictures is not None
+        self.pictures.close()
+
     @cached_property
     def fingerprint(self) -> str:
         """As of texts, with the pictures' contents in place of their numbers."""
@@ -292,8 +302,15 @@ def _kept(
 
 def _remarks(examples: PicturedRows, training: TrainingConfig) -> Iterator[str]:
     assert examples.targets is not None
+    assert examples.pictures is not None
     counts = examples.targets[:, 1].astype(int)
     yield f"train: {counts.sum():,} pictures, at most {counts.max()} in an example"
+    if examples.pictures.is_deep:
+        yield "warning: some pictures have 16 bits a colour: what is above 255 is white in training"
+    seen = np.add.reduceat(examples.pictures.marks(examples.ids), examples.offsets[:-1])
+    for what, tokens in (("", examples.lengths), ("of its pictures: ", seen)):
+        least, mean, most = tokens.min(), tokens.mean(), tokens.max()
+        yield f"train: tokens of an example: {what}least {least:,}, mean {mean:,.0f}, most {most:,}"
 
 
 def collate_pictures(
