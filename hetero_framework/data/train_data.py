@@ -123,8 +123,7 @@ class TrainData:
 
     def close(self) -> None:
         """Stop making training data."""
-        if isinstance(self.examples, StreamedRows):
-            self.examples.close()
+        getattr(self.examples, "close", lambda: None)()
 
     @property
     def padding(self) -> float:
@@ -139,7 +138,11 @@ class TrainData:
 
     def step_batches(self, step: int) -> list[MicroBatch]:
         """The micro-batches of `step` (from 0): a pure function of it."""
-        return [self.collate(self.examples, rows) for rows in self.order.step_indices(step)]
+        asked, soon = self.order.step_indices(step), getattr(self.examples, "soon", None)
+        if soon is not None:
+            is_last = step + 1 >= self.total_steps
+            soon(asked + ([] if is_last else self.order.step_indices(step + 1)))
+        return [self.collate(self.examples, rows) for rows in asked]
 
     def micro_batch(self, rows: np.ndarray) -> MicroBatch:
         """The micro-batch of the training examples with these numbers."""

@@ -281,6 +281,14 @@ class PicturedRows(Examples):
         first, count = map(int, self.shown[index])
         return range(first, first + count)
 
+    def soon(self, batches: Sequence[np.ndarray]) -> None:
+        """Prepare the pictures of these micro-batches ahead of time, and no others."""
+        self.pictures.soon([[self.numbers(int(row)) for row in rows] for rows in batches])
+
+    def close(self) -> None:
+        """Prepare no more."""
+        self.pictures.close()
+
     @cached_property
     def fingerprint(self) -> str:
         """As of texts, with the pictures' contents."""
@@ -304,6 +312,12 @@ def counted(examples: PicturedRows, training: TrainingConfig) -> Iterator[str]:
     """A line on the pictures of the training data."""
     counts = examples.shown[:, 1].astype(int)
     yield f"train: {counts.sum():,} pictures, at most {counts.max()} in an example"
+    if examples.pictures.is_deep:
+        yield "warning: some pictures have 16 bits a colour: what is above 255 is white in training"
+    seen = np.add.reduceat(examples.pictures.marks(examples.ids), examples.offsets[:-1])
+    for what, tokens in (("", examples.lengths), ("of its pictures: ", seen)):
+        least, mean, most = tokens.min(), tokens.mean(), tokens.max()
+        yield f"train: tokens of an example: {what}least {least:,}, mean {mean:,.0f}, most {most:,}"
 
 
 def collate_pictures(

@@ -5,19 +5,23 @@ The model's own processor says which tokens stand for a picture and makes the mo
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import math
 import os
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, partial
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from transformers import AutoImageProcessor, PretrainedConfig
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
 # Pillow hands other formats to programs outside (EPS), or reads little else in them.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MOST = 1 << 24  # their numbers are kept among targets, as float32
+_THREADS = 2  # that prepare pictures; Pillow and numpy let other threads run meanwhile
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 _EDGES = {"image_min_pixels": "shortest_edge", "image_max_pixels": "longest_edge"}
 _TURNED = (5, 6, 7, 8)  # orientations of EXIF that swap width and height
@@ -61,7 +66,13 @@ class PictureStore:
         self._base_dir = base_dir
         self._places: list[tuple[str | int, int]] = []  # path, or offset in the spool; bytes
         self._digests: list[bytes] = []
+        self._known: dict[str, tuple[int, str]] = {}  # number and tokens, by path
         self._tokens: dict[tuple[str, tuple[int, int]], str] = {}
+        self._lock = threading.Lock()  # of the spool
+        self._own = threading.local()  # a thread's processor; a tokenizer serves one at a time
+        self._ahead: dict[tuple[range, ...], Future[MicroBatch]] = {}
+        # Once, since another thread's `catch_warnings` would bring back its own filters.
+        warnings.filterwarnings("ignore", module=r"PIL\.")
 
     def __len__(self) -> int:
         return len(self._places)
@@ -79,22 +90,29 @@ class PictureStore:
             data, path = given.get("bytes"), given.get("path")
         elif isinstance(given, str):
             path = given
-        if not isinstance(data, bytes) and not isinstance(path, str):
-            text = f"{where}: a picture is a path or an object with bytes, found {json_type(given)}"
+        if not isinstance(data, bytes) and not (isinstance(path, str) and path):
+            found = json_type(given) if given else "nothing"
+            text = f"{where}: a picture is a path or an object with bytes, found {found}"
             raise DataError(text, hint=_HINT)
         if isinstance(data, bytes):
-            place: str | int = self._spool.seek(0, os.SEEK_END)
-            self._spool.write(data)
-            self._spool.flush()
+            with self._lock:
+                place: str | int = self._spool.seek(0, os.SEEK_END)
+                self._spool.write(data)
             name = "a picture in the table"
         else:
             assert path is not None
             place, name = str(self._path(path, where)), f"the picture {shorten(path)}"
+            if (known := self._known.get(place)) is not None:  # another question about it
+                self._places.append(self._places[known[0]])
+                self._digests.append(self._digests[known[0]])
+                return known[1]
             data = _read(place, f"{where}: {name}")
-        mode, size = _checked(data, f"{where}: {name}")
+        text = self._tokens_of(*_checked(data, f"{where}: {name}"), f"{where}: {name}")
+        if isinstance(place, str):
+            self._known[place] = len(self), text
         self._places.append((place, len(data)))
         self._digests.append(hashlib.sha256(data).digest())
-        return self._tokens_of(mode, size, f"{where}: {name}")
+        return text
 
     def _path(self, path: str, where: str) -> Path:
         if "://" in path:
@@ -127,36 +145,45 @@ class PictureStore:
     def image(self, number: int) -> Image.Image:
         """The decoded picture with this number, turned as its EXIF data say, as `datasets` does.
         Raises DataError if its file was changed."""
-        (place, size), fd = self._places[number], self._spool.fileno()
-        data = _read(place, place) if isinstance(place, str) else os.pread(fd, size, place)
+        place, size = self._places[number]
+        if isinstance(place, str):
+            data = _read(place, place)
+        else:
+            with self._lock:
+                self._spool.seek(place)
+                data = self._spool.read(size)
         if hashlib.sha256(data).digest() != self._digests[number]:
             raise DataError(
                 f"the picture {place} has changed since the run began",
                 hint="leave pictures alone while a run goes on, and start the run again",
             )
-        with warnings.catch_warnings(action="ignore"):  # it was checked
-            image: Image.Image = Image.open(BytesIO(data), formats=_FORMATS)
-            image.load()
-            if image.getexif().get(ExifTags.Base.Orientation) is not None:
-                image = ImageOps.exif_transpose(image)
+        image: Image.Image = Image.open(BytesIO(data), formats=_FORMATS)
+        image.load()
+        if image.getexif().get(ExifTags.Base.Orientation) is not None:
+            image = ImageOps.exif_transpose(image)
         return image
+
+    @property
+    def is_deep(self) -> bool:
+        """Whether a picture has numbers beyond 255, which are cut off there as TRL has them cut."""
+        return any(mode[0] in "IF" for mode, _ in self._tokens)
+
+    def marks(self, ids: np.ndarray) -> np.ndarray:
+        """1 where a token is one that the model puts a picture's features in, or 0; int64."""
+        return np.isin(ids, [token for token in self._ids if token is not None]).astype(np.int64)
 
     def cut_by(self, ids: list[int], most: int) -> bool:
         """Whether a token of a picture is beyond the first `most` of a row."""
         return not self._ids.isdisjoint(ids[most:])
 
-    def inputs(self, rows: Sequence[Sequence[int]], batch: MicroBatch) -> MicroBatch:
+    def inputs(self, rows: Sequence[range], batch: MicroBatch) -> MicroBatch:
         """The inputs of the model for the pictures with these numbers, for each row of a
         micro-batch of text: what the processor makes, the kinds of tokens, and positions."""
         made: MicroBatch = {}
         if any(rows):
-            decoded = {number: self.image(number) for number in chain.from_iterable(rows)}
-            images = [[decoded[number] for number in row] for row in rows]
-            text = [self.placeholder * len(row) for row in rows]
-            how = {"add_special_tokens": False, "padding": True, "return_tensors": "pt"}
+            begun = self._ahead.pop((*rows,), None)
             with quiet_library():
-                found = self.processor(images=images, text=text, **how)
-            made = {PICTURES + name: found[name] for name in found.keys() - _OF_TEXT}
+                made = self._made(rows) if begun is None else begun.result()
         if self.processor.return_mm_token_type_ids:
             kinds = self.processor.create_mm_token_type_ids(batch["input_ids"].tolist())
             made[self._kinds] = torch.tensor(kinds)
@@ -166,6 +193,39 @@ class PictureStore:
                 found = self._positions(batch["input_ids"], made[self._kinds], **how)
                 made["position_ids"] = found[0]
         return made
+
+    def soon(self, batches: Sequence[Sequence[range]]) -> None:
+        """Prepare the pictures of these micro-batches, each as for `inputs`, in threads and in this
+        order; and no others."""
+        wanted = dict.fromkeys((*rows,) for rows in batches if any(rows))
+        for key in self._ahead.keys() - wanted.keys():
+            self._ahead.pop(key).cancel()
+        for key in [key for key in wanted if key not in self._ahead]:
+            self._ahead[key] = self._pool.submit(self._made, key)
+
+    def close(self) -> None:
+        """End the threads. `soon` begins anew."""
+        self.soon([])
+        if (pool := vars(self).pop("_pool", None)) is not None:
+            pool.shutdown()
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        own, copies = self._own, [copy.deepcopy(self.processor) for _ in range(_THREADS)]
+
+        def begin() -> None:
+            own.processor = copies.pop()
+
+        return ThreadPoolExecutor(_THREADS, "pictures", begin)
+
+    def _made(self, rows: Sequence[range]) -> MicroBatch:
+        """What the processor makes of pictures. Any thread may call this."""
+        decoded = {number: self.image(number) for number in chain.from_iterable(rows)}
+        images = [[decoded[number] for number in row] for row in rows]
+        text = [self.placeholder * len(row) for row in rows]
+        how = {"add_special_tokens": False, "padding": True, "return_tensors": "pt"}
+        found = getattr(self._own, "processor", self.processor)(images=images, text=text, **how)
+        return {PICTURES + name: found[name] for name in found.keys() - _OF_TEXT}
 
     def digest(self, number: int) -> bytes:
         """sha256 of the encoded picture with this number."""
@@ -196,13 +256,12 @@ def _checked(data: bytes, what: str) -> tuple[str, tuple[int, int]]:
     """The mode of an encoded picture, and its width and height as they are shown. Raises DataError
     for bytes that are no picture, for one with too many pixels, and for one that is damaged."""
     try:
-        with warnings.catch_warnings(action="ignore"):
-            image = Image.open(BytesIO(data), formats=_FORMATS)
-            mode, size = image.mode, image.size
-            if image.getexif().get(ExifTags.Base.Orientation) in _TURNED:
-                size = size[1], size[0]
-            image.draft("RGB", (1, 1))  # a JPEG is read whole, but decoded small
-            image.load()
+        image = Image.open(BytesIO(data), formats=_FORMATS)
+        mode, size = image.mode, image.size
+        if image.getexif().get(ExifTags.Base.Orientation) in _TURNED:
+            size = size[1], size[0]
+        image.draft("RGB", (1, 1))  # a JPEG is read whole, but decoded small
+        image.load()
     except Image.DecompressionBombError as error:
         raise DataError(
             f"{what} says in its header that it has too many pixels: {error}",
@@ -210,7 +269,7 @@ def _checked(data: bytes, what: str) -> tuple[str, tuple[int, int]]:
         ) from error
     except UnidentifiedImageError as error:
         text = f"{what} is no picture that is read here ({', '.join(_FORMATS)})"
-        raise DataError(text, hint=_HINT) from error
+        raise DataError(text, hint="save it as one of these, or take the example out") from error
     except (OSError, SyntaxError, ValueError, *LIBRARY_ERRORS) as error:
         raise DataError(
             f"{what} is damaged: {briefly(error)}", hint="save it again, or take the example out"
@@ -242,9 +301,8 @@ def pictures_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> PictureSt
 
 
 def _set_sizes(images: Any, data: PictureSettings, kind: str) -> None:
-    """Set the sizes of pictures, in the terms of an image processor: Qwen's edges are numbers of
-    pixels, and Idefics3's is the longer side, in whole tiles. Raises ConfigError where a setting
-    can mean nothing."""
+    """Set the sizes of pictures: Qwen's edges are numbers of pixels, and Idefics3's is the longer
+    side, in whole tiles. Raises ConfigError where a setting can mean nothing."""
     given, tile = dict(images.size), getattr(images, "max_image_size", {}).get("longest_edge", 1)
     for name, edge in _EDGES.items():
         if (pixels := getattr(data, name)) is None:

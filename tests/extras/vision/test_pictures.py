@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from transformers import AutoModelForImageTextToText, LlavaProcessor
 from hetero_framework.data.batches import PICTURES
 from hetero_framework.data.kinds import objectives_of
 from hetero_framework.data.sources import Record
+from hetero_framework.data.tokenizer import load_tokenizer
+from hetero_framework.data.train_data import load_data
 from hetero_framework.errors import DataError, ModelError, PlanError, UserError
 from hetero_framework.extras.vision import admission
+from hetero_framework.extras.vision.pictures import PictureStore
 from hetero_framework.trainer.setup import prepare
 from tests.extras.vision.seeing import (
     encoded,
@@ -99,6 +103,7 @@ def test_a_bad_picture_is_refused_with_its_row(name, llava, tmp_path):
         ({"images": ["absent.png"]}, "absent.png cannot be read: No such file"),
         ({"images": ["https://example.org/a.png"]}, "is a URL, and no picture is fetched"),
         ({"images": [7]}, "a picture is a path or an object with bytes, found a number"),
+        ({"images": [""]}, "a picture is a path or an object with bytes, found nothing"),
         ({"images": []}, "0 pictures, and 1 places for them"),
         ({"images": [], "image": None, "content": "what <image> is"}, "0 pictures, and 1 places"),
         ({"images": ["good.png"] * 2}, "2 pictures, and 1 places for them"),
@@ -148,7 +153,9 @@ def test_pictures_of_any_mode_are_those_of_the_processor(mode, llava, tmp_path):
     images = [each["images"] for each in rows]
     expected = processor_of(llava)(images=images, return_tensors="pt")["pixel_values"]
     for name in ("rows.parquet", "saved"):
-        batch = data_of(llava, tmp_path / name).micro_batch(np.arange(4))
+        data = data_of(llava, tmp_path / name)
+        assert any("16 bits a colour" in line for line in data.report) == (mode == "I;16")
+        batch = data.micro_batch(np.arange(4))
         assert torch.equal(batch[f"{PICTURES}pixel_values"], expected)
 
 
@@ -181,8 +188,15 @@ def test_mixtures_and_held_out_rows_keep_their_pictures(llava, tmp_path):
                 each.keys() == made.keys() and all(torch.equal(each[n], made[n]) for n in made)
                 for each in alike
             )
-    line = "train: 9 pictures, at most 2 in an example"
-    assert line in whole.report
+    lines = [line for line in whole.report if " pictures, at" in line or "its pictures" in line]
+    seen = [int((whole.examples[row][0] == 5).sum()) for row in range(9)]
+    least, most = min(seen), max(seen)
+    assert lines == [
+        "train: 9 pictures, at most 2 in an example",
+        f"train: tokens of an example: of its pictures: least {least}, mean {sum(seen) / 9:.0f},"
+        f" most {most}",
+    ]
+    assert (least, most) == (0, 8)
     other = data_of(llava, path)
     assert other.fingerprint == whole.fingerprint
     (tmp_path / "rows" / "0-0.png").write_bytes(PNG)
@@ -340,3 +354,34 @@ def test_pictures_have_the_pixels_that_the_processor_gives_with_its_own_setting(
 def test_pixels_that_can_mean_nothing_are_refused_by_name(save_model, settings, said, tmp_path):
     model = save_model(tmp_path / "model")
     assert said in refusal(model, save_rows(tmp_path / "rows"), **settings)
+
+
+def test_pictures_are_prepared_ahead_in_threads_that_end_with_the_data(
+    llava, tmp_path, monkeypatch
+):
+    path = save_rows(tmp_path / "rows")
+    training = {**TRAINING, "per_device_train_batch_size": 1}
+    sections = {"model": {"name_or_path": str(llava)}, "data": {"train": str(path)}}
+    config = config_for(("local", 4), training=training, **sections)
+    plain, ahead = (load_data(config, load_tokenizer(config)) for _ in range(2))
+    names, decoded, watched = set(), PictureStore.image, id(ahead.examples.pictures)
+
+    def image(store: PictureStore, number: int) -> Image.Image:
+        if id(store) == watched:
+            names.add(threading.current_thread().name[:8])
+        return decoded(store, number)
+
+    monkeypatch.setattr(PictureStore, "image", image)
+    for step in range(3):
+        made = ahead.step_batches(step)
+        expected = [plain.micro_batch(rows) for rows in plain.order.step_indices(step)]
+        for one, other in zip(made, expected, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one)
+    assert names == {"pictures"}
+    for file in path.parent.glob("*.png"):
+        file.write_bytes(PNG)
+    with pytest.raises(DataError, match="has changed since the run began"):
+        ahead.step_batches(0)
+    ahead.close()
+    assert not any(thread.name.startswith("pictures") for thread in threading.enumerate())

@@ -1,0 +1,160 @@
+"""What pictures cost the coordinator: memory, and the time that steps wait for them.
+
+    python -m benchmarks.pictures [--rows 10000] [--steps 30] [--accumulate 8] [--seconds 1]
+
+Rows of one JPEG of 4 megapixels each, of 200, for a processor of 336 pixels, beside the same texts
+without pictures, each in a process of its own. A step sleeps for `--seconds`, as one does whose
+time passes on other devices. Prints one JSON object: of each way the seconds of reading, the peak
+memory in MiB after ten steps and at the end, and the seconds that steps wait: the first,
+the median, and the longest after the tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+FILES = 200
+SIZE = (2450, 1633)
+WAYS = ("texts", "pictures")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--accumulate", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.way:
+        print(json.dumps(_measured(arguments)))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        _make(Path(name), arguments.rows)
+        told = [a for k in ("steps", "accumulate", "seconds") for a in _option(arguments, k)]
+        found = {way: _in_a_process(way, name, told) for way in WAYS}
+    more = found["pictures"]["peak"] - found["texts"]["peak"]
+    print(json.dumps({"rows": arguments.rows, **found, "more_mib": round(more, 1)}))
+
+
+def _option(arguments: argparse.Namespace, name: str) -> tuple[str, str]:
+    return f"--{name}", str(getattr(arguments, name))
+
+
+def _in_a_process(way: str, folder: str, told: list[str]) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.pictures", "--way", way, "--folder", folder, *told]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HETERO_CACHE": f"{folder}/cache"}
+    out = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    found: dict[str, float] = json.loads(out.stdout.splitlines()[-1])
+    return found
+
+
+def _make(folder: Path, count: int) -> None:
+    """Pictures of coarse noise, rows that have one each, rows without, and a model's folder."""
+    import numpy as np
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    for number in range(FILES):
+        coarse = draw.integers(0, 256, (164, 245, 3), dtype=np.uint8)
+        Image.fromarray(coarse).resize(SIZE).save(folder / f"{number}.jpg", quality=90)
+    texts = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "red"}]
+    for way in WAYS:
+        with (folder / f"{way}.jsonl").open("w") as file:
+            for number in range(count):
+                images = {"images": [f"{number % FILES}.jpg"]} if way == "pictures" else {}
+                file.write(json.dumps({**images, "messages": texts}) + "\n")
+    _make_model(folder / "model")
+
+
+def _make_model(folder: Path) -> None:
+    """The configuration, tokenizer and processor of a LLaVA; no weights are needed."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    hf: Any = transformers
+    words = ["<pad>", "<eos>", "<unk>", "<image>", "user", "assistant", "what", "red"]
+    made = Tokenizer(models.WordLevel({w: k for k, w in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    template = (
+        "{% for m in messages %}{{ m.role }} {% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content[0].text }} <eos>{% endgeneration %}{% else %}{% for p in m.content %}"
+        "{% if p.type == 'image' %}<image>{% else %} {{ p.text }}{% endif %}{% endfor %}{% endif %}"
+        " {% endfor %}"
+    )
+    tokenizer = hf.PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        **special,
+        extra_special_tokens={"image_token": "<image>"},
+        chat_template=template,
+    )
+    tokenizer.save_pretrained(folder)
+    size = {"height": 336, "width": 336}
+    images = hf.CLIPImageProcessorPil(size={"shortest_edge": 336}, crop_size=size)
+    how = {"patch_size": 14, "vision_feature_select_strategy": "default"}
+    parts = {"image_processor": images, "tokenizer": tokenizer}
+    hf.LlavaProcessor(**parts, **how, num_additional_image_tokens=1).save_pretrained(folder)
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = hf.LlamaConfig(**small, intermediate_size=16, vocab_size=len(words))
+    sees = hf.CLIPVisionConfig(**small, intermediate_size=16, image_size=336, patch_size=14)
+    config = hf.LlavaConfig(text_config=text, vision_config=sees, image_token_index=3)
+    config.save_pretrained(folder)
+
+
+def _measured(arguments: argparse.Namespace) -> dict[str, float]:
+    from hetero_framework.config import Config
+    from hetero_framework.data.tokenizer import load_tokenizer
+    from hetero_framework.data.train_data import load_data
+
+    way, folder = arguments.way, arguments.folder
+    sees = {"objective": "image-text-to-text"} if way == "pictures" else {}
+    raw = {
+        "coordinator": {"ip": "127.0.0.1", "port": 9999},
+        "shard_plan": "auto",
+        "model": {"name_or_path": str(folder / "model")},
+        "data": {"train": str(folder / f"{way}.jsonl")},
+        "training": {
+            **{**sees, "gradient_accumulation_steps": arguments.accumulate},
+            "per_device_train_batch_size": 1,
+        },
+    }
+    config = Config.from_dict(raw, folder)
+    begun = time.perf_counter()
+    data = load_data(config, load_tokenizer(config))
+    read, waits, early = time.perf_counter() - begun, [], 0.0
+    for step in range(arguments.steps):
+        begun = time.perf_counter()
+        assert data.step_batches(step)
+        waits.append(time.perf_counter() - begun)
+        time.sleep(arguments.seconds)
+        early = early or (_peak() if step == 9 else 0.0)
+    data.close()
+    told = {"first": waits[0], "median": statistics.median(waits), "longest": max(waits[10:])}
+    return {
+        "read_seconds": round(read, 1),
+        "peak_of_ten": early,
+        "peak": _peak(),
+        **{f"{name}_wait": round(seconds, 4) for name, seconds in told.items()},
+    }
+
+
+def _peak() -> float:
+    """The most memory that this process had, in MiB."""
+    scale = 1 if sys.platform == "darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / (1 << 20), 1)
+
+
+if __name__ == "__main__":
+    main()
