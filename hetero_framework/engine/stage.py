@@ -176,6 +176,8 @@ class Stage:
         chunks = self._objective.num_chunks(self._shard.config, inputs)
         with self._last_backward(micro_batch, is_one=chunks == 1):
             num_items = float(max(1, self._info.num_items))
+            if self._info.summed and self._objective.item_counter(self._shard.config) is len:
+                num_items /= len(inputs["labels"])  # rows were counted
             outcome = self._outcome(micro_batch, inputs, received, num_items)
         assert isinstance(outcome.loss, Tensor)
         failpoints.hit("output", outcome.loss)

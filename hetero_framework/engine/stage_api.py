@@ -59,7 +59,8 @@ class StepInfo:
     the number of items that the objective counts in the global batch (for most models its label
     tokens). It is multiplied by `loss_scale` (fp16) before backward, and gradients are divided by
     `loss_scale` before they are read. With `summed`, other replicas' gradients are added before
-    that, and micro-batch k draws its random numbers as number `first_micro_batch` + k. With
+    that, micro-batch k draws its random numbers as number `first_micro_batch` + k, and where the
+    objective counts micro-batches, rows are counted: replicas' micro-batches differ. With
     `decoding` there is no loss: a micro-batch continues texts, see `TextGeneration`. With
     `reference` adapters are switched off. With `predicts` outcomes of an evaluation have
     predictions (extras/reporting/predictions.py). With `continues` the gradients of earlier passes

@@ -167,6 +167,9 @@ class SummedSteps(ReplicaGroup):
         }
         self._samples = {name: len(ids) for name, ids in self._sample_ids.items()}
         self._tokens = sum(map(token_count, whole))
+        # Micro-batches of islands differ in size: where each is a mean, it counts as its rows do.
+        is_mean = count_items is len
+        items = sum(len(batch["labels"]) for batch in whole) if is_mean else count_items(whole)
         before = sum(n for name, n in self._samples.items() if name < session.me)
         rows = data.order.training.per_device_train_batch_size
         if not self._repeats(state):
@@ -178,7 +181,7 @@ class SummedSteps(ReplicaGroup):
             state.step,
             [data.micro_batch(indices) for indices in parts[session.me]],
             parts[session.me],
-            count_items(whole),
+            items,
             self._sums,
             first_micro_batch=-(-before // rows),
         )

@@ -151,7 +151,8 @@ class Objective(ABC):
 
     @abstractmethod
     def item_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
-        """A function that counts what the losses of a step are divided by in training."""
+        """A function that counts what the losses of a step are divided by in training; `len` where
+        each is the mean of its micro-batch."""
 
     @abstractmethod
     def prediction_counter(self, config: PretrainedConfig) -> Callable[[Sequence[MicroBatch]], int]:
