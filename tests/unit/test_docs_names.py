@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hetero_framework import registry
 from hetero_framework.cli import build_parser
@@ -51,7 +52,7 @@ OTHERS = {
     " GradScaler _multi_tensor_adam abs amax aminmax aot_eager cuda:1 dynamic=True"
     " padding_mask.all() record_stream requires_grad vector_norm",
     "transformers": "AutoModelForCausalLM.from_pretrained AutoModelForImageTextToText AutoProcessor"
-    " MtpModel label_ids padding_side"
+    " MtpModel label_ids logit_scale padding_side"
     " on_substep_end on_prediction_step on_predict"
     " align_special_tokens from_pretrained num_items_in_batch _..._implementation_internal",
     "TRL and axolotl": "DataCollatorWithFlattening DPOConfig DPOTrainer KTOConfig RewardConfig"
@@ -299,6 +300,7 @@ def _word(word: str) -> bool:
         or word in of_other_tools()
         or word in options()
         or word in _OTHERS
+        or word in CONFIG_MAPPING_NAMES  # a model_type
         or f"`{word}`" in architectures()
     )
 

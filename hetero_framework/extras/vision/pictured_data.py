@@ -35,6 +35,7 @@ from hetero_framework.data.sources import Record
 from hetero_framework.errors import DataError
 from hetero_framework.extras.vision.pictures import PictureStore, pictures_of
 from hetero_framework.models.cut.objectives import next_token
+from hetero_framework.units import plural
 
 __all__ = ["PICTURED", "next_token"]  # the objective is that of texts
 
@@ -95,9 +96,10 @@ class PictureRenderer(ChatRenderer):
         """A rendered text with the pictures' tokens. Raises DataError unless it has as many
         placeholders as there are pictures."""
         pieces = text.split(self.placeholder)
-        if len(pieces) - 1 != len(self.given):
+        if len(pieces) - 1 != (count := len(self.given)):
             raise DataError(
-                f"{self.where}: {len(self.given)} pictures, and {len(pieces) - 1} places for them",
+                f"{self.where}: {plural(count, 'picture')}, and {plural(len(pieces) - 1, 'place')}"
+                f" for {'it' if count == 1 else 'them'}",
                 hint=f"give each picture one part {_PART} of a message, and write no"
                 f" {self.placeholder} in texts",
             )
@@ -311,7 +313,7 @@ def with_pictures(
 def counted(examples: PicturedRows, training: TrainingConfig) -> Iterator[str]:
     """A line on the pictures of the training data."""
     counts = examples.shown[:, 1].astype(int)
-    yield f"train: {counts.sum():,} pictures, at most {counts.max()} in an example"
+    yield f"train: {plural(counts.sum(), 'picture')}, at most {counts.max()} in an example"
     if examples.pictures.is_deep:
         yield "warning: some pictures have 16 bits a colour: what is above 255 is white in training"
     seen = np.add.reduceat(examples.pictures.marks(examples.ids), examples.offsets[:-1])

@@ -31,16 +31,22 @@ TEMPLATE = (
 LAYERS = 4
 
 
-def save_tokenizer(folder: Path, picture: str = "<image>", more: Sequence[str] = ()) -> Any:
-    """A tokenizer of whole words, whose template writes `picture` for a picture. `more` are further
-    tokens; one written "name=token" is also an attribute of the tokenizer."""
+def save_tokenizer(
+    folder: Path, picture: str = "<image>", more: Sequence[str] = (), cls: Any = None
+) -> Any:
+    """A tokenizer of whole words, whose template writes `picture` for a picture; of single bytes,
+    if a class is given. `more` are further tokens; one written "name=token" is also an attribute of
+    the tokenizer."""
     named = dict(each.split("=") for each in more if "=" in each)
     added = list(dict.fromkeys([*SPECIAL[3:], *(each.rpartition("=")[2] for each in more)]))
-    words = dict.fromkeys([*WORDS, *added])
-    tokenizer = Tokenizer(models.WordLevel({w: k for k, w in enumerate(words)}, unk_token="<unk>"))
+    of_bytes = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words = dict.fromkeys([*(of_bytes if cls else WORDS), *added])
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" |\n|[^ \n]+"), "isolated")
-    fast = hf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    how = {"vocab": vocabulary, "merges": []} if cls else {"tokenizer_object": tokenizer}
+    fast = (cls or hf.PreTrainedTokenizerFast)(
+        **how,
         **{"pad_token": "<pad>", "eos_token": "<|im_end|>", "unk_token": "<unk>"},
         extra_special_tokens={**named, **{f"token_{k}": token for k, token in enumerate(added)}},
         chat_template=TEMPLATE.replace("<image>", picture),
@@ -162,11 +168,11 @@ def save_internvl(folder: Path) -> Path:
 
 
 def _save_qwen(
-    folder: Path, name: str, processor: Any, text: dict[str, Any], vision: dict[str, Any]
+    folder: Path, name: str, processor: Any, text: dict[str, Any], vision: dict[str, Any], *of: Any
 ) -> Path:
-    """A model of Qwen's, whose positions have three axes."""
+    """A model of Qwen's, whose positions have three axes. `of`: the class of its tokenizer."""
     tags = ["<|vision_start|>", "<|vision_end|>", "video_token=<video>", "image_token=<image>"]
-    tokenizer = save_tokenizer(folder, "<|vision_start|><image><|vision_end|>", tags)
+    tokenizer = save_tokenizer(folder, "<|vision_start|><image><|vision_end|>", tags, *of)
     patch = {"patch_size": vision.get("patch_size", 14), "merge_size": 2}
     size = {"shortest_edge": 28 * 28, "longest_edge": 56 * 84}
     made = without_videos(processor)(
@@ -216,6 +222,7 @@ def save_qwen3_vl_moe(folder: Path) -> Path:
 
 
 QWEN3_5 = {
+    "vocab_size": 320,  # AutoTokenizer takes its own class, of bytes, and drops whole words
     **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
@@ -227,12 +234,14 @@ QWEN3_5 = {
 
 
 def save_qwen3_5(folder: Path) -> Path:
-    return _save_qwen(folder, "Qwen3_5", hf.Qwen3VLProcessor, QWEN3_5, QWEN3_VISION)
+    parts = hf.Qwen3VLProcessor, QWEN3_5, QWEN3_VISION, hf.Qwen3_5Tokenizer
+    return _save_qwen(folder, "Qwen3_5", *parts)
 
 
 def save_qwen3_5_moe(folder: Path) -> Path:
     text = {**QWEN3_5, **EXPERTS, "shared_expert_intermediate_size": 16}
-    return _save_qwen(folder, "Qwen3_5Moe", hf.Qwen3VLProcessor, text, QWEN3_VISION)
+    parts = hf.Qwen3VLProcessor, text, QWEN3_VISION, hf.Qwen3_5Tokenizer
+    return _save_qwen(folder, "Qwen3_5Moe", *parts)
 
 
 def save_mistral3(folder: Path) -> Path:

@@ -7,6 +7,7 @@ import random
 import shutil
 import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,10 @@ def test_a_bad_picture_is_refused_with_its_row(name, llava, tmp_path):
         ({"images": ["https://example.org/a.png"]}, "is a URL, and no picture is fetched"),
         ({"images": [7]}, "a picture is a path or an object with bytes, found a number"),
         ({"images": [""]}, "a picture is a path or an object with bytes, found nothing"),
-        ({"images": []}, "0 pictures, and 1 places for them"),
-        ({"images": [], "image": None, "content": "what <image> is"}, "0 pictures, and 1 places"),
-        ({"images": ["good.png"] * 2}, "2 pictures, and 1 places for them"),
+        ({"images": []}, "0 pictures, and 1 place for them"),
+        ({"images": [], "image": None, "content": "what <image> is"}, "0 pictures, and 1 place"),
+        ({"images": ["good.png"] * 2}, "2 pictures, and 1 place for them"),
+        ({"images": ["good.png"], "content": ASKED + ASKED}, "1 picture, and 2 places for it"),
         (
             {"images": ["good.png"], "content": [{"type": "image", "url": "good.png"}]},
             "put pictures into the column images",
@@ -354,6 +356,16 @@ def test_pictures_have_the_pixels_that_the_processor_gives_with_its_own_setting(
 def test_pixels_that_can_mean_nothing_are_refused_by_name(save_model, settings, said, tmp_path):
     model = save_model(tmp_path / "model")
     assert said in refusal(model, save_rows(tmp_path / "rows"), **settings)
+
+
+def test_threads_read_the_bytes_of_a_table_at_once(llava, tmp_path):
+    images = [[{"bytes": encoded(picture(random.Random(k), 9 + k, 9))}] for k in range(20)]
+    rows = datasets.Dataset.from_list([row(each, "what") for each in images])
+    rows.to_parquet(tmp_path / "rows.parquet")
+    store = data_of(llava, tmp_path / "rows.parquet").examples.pictures
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(store.image, [*range(20)] * 200)]  # raises for the bytes of another
+    assert [image.width for image in found] == [*range(9, 29)] * 200
 
 
 def test_pictures_are_prepared_ahead_in_threads_that_end_with_the_data(

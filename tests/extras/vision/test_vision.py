@@ -19,7 +19,7 @@ from hetero_framework.data.tokenizer import load_tokenizer
 from hetero_framework.data.train_data import TrainData, load_data
 from hetero_framework.trainer.coordinator import train
 from tests.cases import seldom
-from tests.extras.vision.seeing import FAMILIES, LAYERS, processor_of, save_rows
+from tests.extras.vision.seeing import FAMILIES, LAYERS, NAMES, processor_of, save_rows
 from tests.integration.oracles import _arguments, _logged, assert_agree, read_rows, save_adapter
 from tests.integration.test_parity import assert_same, assert_same_runs, weights
 from tests.integration.test_resume import SAVING, evals, stop_after
@@ -80,6 +80,8 @@ def test_a_micro_batch_is_that_of_trls_collator(family, form, models, rows):
     expected = collator([with_pictures(path)[k] for k in numbers])
     assert torch.any(expected["labels"] == -100)
     found = data.micro_batch(np.array(numbers))
+    said = processor.tokenizer.decode(found["labels"][found["labels"] != -100])
+    assert any(name in said for name in NAMES)  # the tokenizer that is loaded knows the words
     assert {n.removeprefix(PICTURES) for n in found} - {"position_ids"} == expected.keys()
     for name, tensor in found.items():
         if name != "position_ids":
