@@ -55,3 +55,13 @@ def test_the_wheel_has_its_metadata(wheel):
     assert said["Author"]
     assert "Typing :: Typed" in said.get_all("Classifier", [])
     assert said.get_all("Project-URL") is None  # there is no public address yet
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_of_torch_sleep_while_they_wait(given, used):
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_WAIT_POLICY": given} if given else {}
+    code = "import os, hetero_framework; print(os.environ['OMP_WAIT_POLICY'])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [used]
