@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import math
 import os
+import re
 import tempfile
 import threading
 import warnings
@@ -120,7 +121,10 @@ class PictureStore:
                 f"{where}: {shorten(path)} is a URL, and no picture is fetched while a run goes on",
                 hint="download the pictures, and give their paths",
             )
-        return self._base_dir / os.path.expanduser(path)
+        data = re.split(r":\d+$| row \d+$", where)[0]  # the file of the row
+        places = self._base_dir, Path(data).parent, Path.cwd()
+        found = [place / os.path.expanduser(path) for place in places]
+        return next(filter(os.path.exists, found), found[0])
 
     def _tokens_of(self, mode: str, size: tuple[int, int], what: str) -> str:
         """The text of a picture's tokens, which its size decides."""
@@ -248,7 +252,8 @@ def _read(path: str, what: str) -> bytes:
     except (OSError, ValueError) as error:
         raise DataError(
             f"{what} cannot be read: {in_words(error) if isinstance(error, OSError) else error}",
-            hint="relative paths of pictures start at the folder of the configuration",
+            hint="relative paths of pictures start at the folder of the configuration, at that of"
+            " the data file, or where the command is run",
         ) from error
 
 

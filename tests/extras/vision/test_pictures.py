@@ -125,6 +125,16 @@ def test_what_does_not_fit_is_refused_with_its_row(given, said, llava, tmp_path,
     assert "rows.jsonl:1" in text
 
 
+@pytest.mark.parametrize("place", ["data", "here"])
+def test_a_relative_path_starts_at_one_of_three_folders(place, llava, tmp_path, monkeypatch):
+    """That of the configuration comes first; recipes' and saved rows' paths start there."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "data").mkdir()
+    (tmp_path / place / "good.png").write_bytes(PNG)
+    assert len(data_of(llava, save(tmp_path / "data", row(["good.png"]))).examples) == 1
+
+
 def test_nothing_is_cut_within_a_picture(llava, tmp_path):
     (tmp_path / "good.png").write_bytes(PNG)
     path = save(tmp_path, row([str(tmp_path / "good.png")]))
