@@ -20,7 +20,7 @@ pytest.importorskip("tinker")
 class Model(SimpleNamespace):
     """Counts calls; the sums of the client's losses are theirs."""
 
-    limits, rows, kind, done, durable = Limits(320, 128), 4, "llama", 0, 0
+    limits, rows, kind, done, durable, steps = Limits(320, 128), 4, "llama", 0, 0, 0
 
     def make(self, lora: Any, **more: Any) -> None:
         self.made = lora

@@ -65,7 +65,7 @@ def test_an_unknown_objective_is_said_with_its_key_and_a_near_name(name, hint):
 @whole
 def test_the_page_has_each_kind_of_data_with_its_rows():
     page = (Path(__file__).resolve().parents[4] / "docs" / "objectives.md").read_text()
-    found = re.findall(r'^\| `"(\w+)"` \| [^|]+\| (\d)', page, re.MULTILINE)
+    found = re.findall(r'^\| `"([\w-]+)"` \| [^|]+\| (\d)', page, re.MULTILINE)
     assert {kind: int(rows) for kind, rows in found} == {
         kind: rows_of(kind) for kind in registry.names("data")
     }
