@@ -13,8 +13,9 @@ from hetero_framework._version import __version__
 
 __all__ = ["__version__", "load_config", "train"]
 
-# Threads of torch on the CPU sleep while they wait. By default they spin, and where another program
-# runs beside them a step can take 20 times as long. torch reads this when it is loaded.
+# Threads of torch on the CPU sleep while they wait. By default they spin, which is quicker on a
+# machine that does nothing else (docs/performance.md) and many times slower on one that does. torch
+# reads this when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:

@@ -47,7 +47,7 @@ PROGRAMS |= {"docker", "sbatch", "sh", "sky", "ssh"}
 OTHERS = {
     "Python": "assert except recv_into socket ssl MemoryBIO SSLSocket SSL_CERT_FILE",
     "the system and its tools": "/etc/hosts chmod chown gso_max_size mypy ruff tbf"
-    " MALLOC_MMAP_THRESHOLD_=131072",
+    " MALLOC_MMAP_THRESHOLD_=131072 GOMP_SPINCOUNT=300000",
     "torch": "nn.Sequential Dataset chain.load_state_dict(load_file(...))"
     " GradScaler _multi_tensor_adam abs amax aminmax aot_eager cuda:1 dynamic=True"
     " padding_mask.all() record_stream requires_grad vector_norm",
