@@ -223,7 +223,7 @@ class PictureStore:
         return ThreadPoolExecutor(_THREADS, "pictures", begin)
 
     def _made(self, rows: Sequence[range]) -> MicroBatch:
-        """What the processor makes of pictures. Any thread may call this."""
+        """The model's inputs for these pictures. Each thread of the pool has its own processor."""
         decoded = {number: self.image(number) for number in chain.from_iterable(rows)}
         images = [[decoded[number] for number in row] for row in rows]
         text = [self.placeholder * len(row) for row in rows]

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForImageTextToText
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 
@@ -18,7 +16,7 @@ from hetero_framework.data.examples import IGNORE_INDEX
 from hetero_framework.errors import DataError
 from tests.cases import seldom
 from tests.extras.vision.seeing import FAMILIES, LAYERS, processor_of, save_pairs
-from tests.extras.vision.test_vision import OF_TEXT, data_of, with_pictures
+from tests.extras.vision.test_vision import data_of, frozen, with_pictures
 from tests.integration.oracles import _arguments, read_rows, save_adapter
 from tests.integration.test_parity import assert_same, weights
 
@@ -71,13 +69,8 @@ def rewards(output: Path) -> list[dict[str, float]]:
 
 def trl_run(model: Path, path: Path, output: Path, adapter: Path | None, **settings: Any) -> Any:
     """TRL's DPOTrainer over a model whose towers are frozen."""
-    whole: Any = AutoModelForImageTextToText.from_pretrained(model)
-    for name, parameter in whole.named_parameters():
-        parameter.requires_grad_(any(part in name for part in OF_TEXT))
-    if adapter is not None:
-        whole = PeftModel.from_pretrained(whole, adapter, is_trainable=True)
     trainer = DPOTrainer(
-        whole,
+        frozen(model, adapter),
         args=_arguments(DPOConfig, output, {**TRAINING, **settings}),
         train_dataset=with_pictures(path),
         processing_class=processor_of(model),

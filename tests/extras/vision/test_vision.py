@@ -92,15 +92,20 @@ def test_a_micro_batch_is_that_of_trls_collator(family, form, models, rows):
     assert plain.keys() <= {*TEXTS, "token_type_ids", f"{PICTURES}mm_token_type_ids"}
 
 
-def trl_run(model: Path, path: Path, output: Path, adapter: Path | None, **settings: Any) -> Any:
-    """TRL's SFTTrainer over a model whose towers are frozen."""
+def frozen(model: Path, adapter: Path | None) -> Any:
+    """The stock model, its towers frozen, with an adapter that is to be trained."""
     whole: Any = AutoModelForImageTextToText.from_pretrained(model)
     for name, parameter in whole.named_parameters():
         parameter.requires_grad_(any(part in name for part in OF_TEXT))
     if adapter is not None:
         whole = PeftModel.from_pretrained(whole, adapter, is_trainable=True)
+    return whole
+
+
+def trl_run(model: Path, path: Path, output: Path, adapter: Path | None, **settings: Any) -> Any:
+    """TRL's SFTTrainer over a model whose towers are frozen."""
     trainer = SFTTrainer(
-        whole,
+        frozen(model, adapter),
         _arguments(SFTConfig, output, {**TRAINING, **settings}),
         train_dataset=with_pictures(path),
         processing_class=processor_of(model),
