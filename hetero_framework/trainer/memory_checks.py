@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 
 from transformers import PretrainedConfig
@@ -95,7 +96,10 @@ def check_memory(
             ways += [f"a smaller shard_plan[{m.index}].offload" for m in here if m.offload]
             stored = any(m.host_inputs and m.in_flight > 1 for m in here)
             ways += ["a smaller training.max_in_flight"] * stored
-            ways += ["no offload_optimizer"] * any(m.host_states for m in here)
+            with_states = [m.index for m in here if m.host_states]
+            ways += ["no offload_optimizer"] * any(map(config.offloads_optimizer, with_states))
+            if with_states and not re.search("8bit|4bit", config.training.optim):
+                ways.append('a training.optim with smaller states, such as "adamw_8bit"')
     if problems:
         more = len(config.plan.owners) > 1
         ways[0] = "give it fewer layers in shard_plan" if more else "add a machine"

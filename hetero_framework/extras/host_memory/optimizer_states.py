@@ -51,6 +51,8 @@ class OptimizerStates(Visitors):
         super().__init__(device)
         self._weights = weights or VisitingWeights(device, [])
         self._hosts: _Visiting = {}
+        self._left = 0
+        """Numbers of parameters whose states have not been sent back since a step began."""
         self._returned = DeviceEvent()
 
     def step(self, optimizer: Optimizer, scale: float = 1.0) -> None:
@@ -61,6 +63,7 @@ class OptimizerStates(Visitors):
         for parameter in gradients:
             parameter.grad = None
         states, groups = optimizer.state, in_groups(gradients)
+        self._left = sum(p.numel() for p in gradients)
         following = self._fetch(states, groups[0] if groups else [])
         weights.fetch(groups[0] if groups else [])
         for group, next_group in pairwise([*groups, []]):
@@ -90,6 +93,7 @@ class OptimizerStates(Visitors):
     def load(self, optimizer: Optimizer, names: Mapping[Any, str], state: States) -> None:
         """Do `load_state_tensors` group by group, since it loads onto the device."""
         loaded: defaultdict[Tensor, Any] = defaultdict(dict)
+        self._left = sum(p.numel() for p in _parameters(optimizer))
         for group in in_groups(_parameters(optimizer)):
             part = {names[p]: state[names[p]] for p in group if names[p] in state}
             load_state_tensors(optimizer, names, part)
@@ -118,17 +122,23 @@ class OptimizerStates(Visitors):
 
     def _send_back(self, states: _States, group: list[Tensor]) -> None:
         """Queue the copies of a group's states to host memory. `states` has these from now on."""
-        pairs = []
-        for parameter in group:
-            for key, tensor in states.get(parameter, {}).items():
-                if not _travels(tensor, parameter):
-                    continue
-                host = self._hosts.get((parameter, key))
-                if host is None or (host.shape, host.dtype) != (tensor.shape, tensor.dtype):
-                    host = self._memory.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-                    self._hosts[parameter, key] = host
-                pairs.append((host, tensor))
-                states[parameter][key] = host
+        pairs, numbers = [], sum(parameter.numel() for parameter in group)
+        travelling = [
+            (parameter, key, tensor)
+            for parameter in group
+            for key, tensor in states.get(parameter, {}).items()
+            if _travels(tensor, parameter)
+        ]
+        nbytes = sum(tensor.nbytes for _, _, tensor in travelling)
+        self._memory.expect(nbytes * self._left // max(1, numbers))
+        self._left -= numbers
+        for parameter, key, tensor in travelling:
+            host = self._hosts.get((parameter, key))
+            if host is None or (host.shape, host.dtype) != (tensor.shape, tensor.dtype):
+                host = self._memory.take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+                self._hosts[parameter, key] = host
+            pairs.append((host, tensor))
+            states[parameter][key] = host
         stepped = self._device.record_event()
         self._returned = self._queue("states out", pairs, stepped)
         self._leaving.append(([tensor for _, tensor in pairs], self._returned))

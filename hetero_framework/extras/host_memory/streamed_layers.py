@@ -77,8 +77,8 @@ def load_streamed(
         for k in here:
             if k in chosen:
                 staying = {id(p) for _, p in learned}
-                own = memory if trains else None
-                hosts[k] = HostLayer(device, modules.blocks[k], staying, own)
+                own, left = (memory if trains else None), count - len(hosts)
+                hosts[k] = HostLayer(device, modules.blocks[k], staying, own, left)
         blocks |= modules.blocks
         read |= modules.fingerprint
         del shard, modules, learned
@@ -106,7 +106,7 @@ def _admit(absent: Iterable[int]) -> None:
 class HostLayer:
     """The tensors of `block` in host memory, without parameters that are `staying` (by id).
     `place_in` makes them views of a slot. Layers that are trained have a `memory`, in which each
-    tensor is in one piece."""
+    tensor is in one piece, for `left` layers like this one."""
 
     def __init__(
         self,
@@ -114,6 +114,7 @@ class HostLayer:
         block: nn.Module,
         staying: Container[int] = (),
         memory: HostTensors | None = None,
+        left: int = 1,
     ) -> None:
         self._places: list[tuple[Any, str, Tensor, int]] = []
         self.nbytes, offsets = 0, dict[int, int]()
@@ -131,6 +132,7 @@ class HostLayer:
             self._parts, self.plain_bytes = in_pieces(device, self.nbytes)
         else:
             self._parts, before = [], memory.plain_bytes
+            memory.expect(left * self.nbytes)
             for holder, _, tensor, offset in self._places:
                 self._parts.append((offset, memory.take(tensor.nbytes)))
                 if getattr(holder, "requires_grad", False):

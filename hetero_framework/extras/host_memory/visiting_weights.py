@@ -26,6 +26,7 @@ class VisitingWeights(Visitors):
         """`layers` have the home of each weight, by layer in the order of use."""
         super().__init__(device)
         self.homes = {p: home for layer in layers for p, home in layer.items()}
+        self._memory.expect(sum(home.nbytes for home in self.homes.values()))
         self.added: dict[Parameter, DeviceEvent] = {}
         """Weights with a gradient of this step, and when that is at home."""
         self._layers = [list(layer) for layer in layers]

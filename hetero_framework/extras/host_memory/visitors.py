@@ -54,13 +54,17 @@ class Visitors(Residence):
 
 
 class HostTensors:
-    """Host memory for tensors. Its pieces are powers of two with room for several tensors, so that
-    each tensor is in one piece and little is lost."""
+    """Host memory for tensors, each in one piece. Pieces are powers of two, since torch pins these,
+    and no larger than what is expected to be taken, so that little is lost."""
 
     def __init__(self, device: Device) -> None:
-        self.nbytes = self.plain_bytes = self._told_bytes = 0
+        self.nbytes = self.plain_bytes = self._told_bytes = self._expected_bytes = 0
         self._device = device
         self._rests: list[Tensor] = []
+
+    def expect(self, nbytes: int) -> None:
+        """Say how many bytes will be taken from now on, as far as is known."""
+        self._expected_bytes = nbytes
 
     def take(self, nbytes: int) -> Tensor:
         """Memory of `nbytes`, which is never given back."""
@@ -68,13 +72,17 @@ class HostTensors:
         self.nbytes += length
         fitting = (k for k, rest in enumerate(self._rests) if len(rest) >= length)
         if (place := next(fitting, None)) is None:
-            several = max(length, min(4 * length, _LARGE_BYTES), _LEAST_BYTES)
-            piece = self._device.pinned(1 << (several - 1).bit_length())
+            several = max(length, min(self._expected_bytes, _LARGE_BYTES), _LEAST_BYTES)
+            room = 1 << (several.bit_length() - 1)
+            if room < 2 * length:  # the next power of two has room for more than one
+                room = 1 << (several - 1).bit_length()
+            piece = self._device.pinned(room)
             if piece is None:
                 piece = torch.empty(length, dtype=torch.uint8)
                 self.plain_bytes += length
             place = len(self._rests)
             self._rests.append(piece)
+        self._expected_bytes -= length
         rest = self._rests[place]
         self._rests[place] = rest[length:]
         return rest[:nbytes]

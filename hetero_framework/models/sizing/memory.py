@@ -205,6 +205,8 @@ class StageMemory:
         """Bytes in host memory, beside those on the device."""
         inputs = self.in_flight * self.host_inputs
         there = sum(self._streamed(self.offload)) + self._homes(self.offload)
+        if self.offload and any(self.learned):
+            there += 3 * max(self.learned)  # what powers of two leave: weights, gradients, states
         return there + self.host_states + inputs
 
     @property

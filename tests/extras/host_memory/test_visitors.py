@@ -28,6 +28,7 @@ class Pinning(Device):
 
 def test_tensors_share_pieces_and_no_byte():
     memory = HostTensors(Pinning(1 << 30))
+    memory.expect(1_000_000)
     sizes = [300_000, 20_480, 540_000, 1, 100_000, 540_000, 700_000, 4096]
     taken = [memory.take(size) for size in sizes]
     assert [len(tensor) for tensor in taken] == sizes
@@ -38,20 +39,28 @@ def test_tensors_share_pieces_and_no_byte():
     assert sum(sizes) <= memory.nbytes <= sum(sizes) + 512 * len(sizes)
 
 
-def test_little_is_lost_to_powers_of_two():
-    device = Pinning(1 << 40)
+@pytest.mark.parametrize("layers", [5, 32])
+@pytest.mark.parametrize("bytes_of_number", [2, 4])
+@pytest.mark.parametrize(
+    ("hidden", "inner", "keys"), [(4096, 14336, 1024), (5120, 27648, 1024), (8192, 28672, 1024)]
+)
+def test_less_than_a_layer_is_lost_to_powers_of_two(hidden, inner, keys, bytes_of_number, layers):
+    """Layers of Llama 8B, Qwen 32B and Llama 70B."""
+    square, narrow, wide = hidden * hidden, hidden * keys, hidden * inner
+    sizes = [square, narrow, narrow, square, wide, wide, wide, hidden, hidden]
+    layer = [bytes_of_number * size for size in sizes]
+    device = Pinning(1 << 50, "meta")
     memory = HostTensors(device)
-    for _ in range(100):
-        memory.take(540_000)
-    assert device.taken <= 1.2 * memory.nbytes
-    device = Pinning(1 << 40, "meta")
-    HostTensors(device).take(3 << 30)
-    assert device.taken == 4 << 30
+    memory.expect(layers * sum(layer))
+    for nbytes in layers * layer:
+        memory.take(nbytes)
+    assert device.taken - memory.nbytes < sum(layer)  # as StageMemory.host counts
 
 
 def test_what_cannot_be_pinned_is_plain_and_said(caplog):
     device = Pinning(1 << 20)
     memory = HostTensors(device)
+    memory.expect(1_500_000)
     assert len(memory.take(200_000)) == 200_000
     assert device.taken == 1 << 20
     assert len(memory.take(5_000_000)) == 5_000_000

@@ -123,8 +123,9 @@ def test_streamed_layers_are_advised_with_their_number_where_they_suffice():
     assert "[1].offload" not in advice(last.total - 1, host=4 * last.frozen[0] - 1)
 
 
-def test_a_machines_processes_share_its_host_memory():
-    cfg = config({"r": 2}, cut=4)
+@pytest.mark.parametrize("adapter", [{"r": 2}, None], ids=["adapter", "full"])
+def test_a_machines_processes_share_its_host_memory(adapter):
+    cfg = config(adapter, cut=4)
     memory = [m.offloading(4) for m in memory_of(cfg)]
     host = sum(m.host for m in memory)
     facts = [fact("cuda:0", host=host), fact("cuda:1", host=host + 1)]
@@ -133,9 +134,11 @@ def test_a_machines_processes_share_its_host_memory():
     assert refused.message.startswith("the coordinator and worker 1 have ")
     assert " of host memory free, 3 MiB too little: stage 0 keeps " in refused.message
     assert "a smaller shard_plan[0].offload; or " in str(refused)
-    assert str(refused).endswith("or a smaller shard_plan[1].offload")
+    assert "or a smaller shard_plan[1].offload" in str(refused)
+    assert ("adamw_8bit" in str(refused)) == (adapter is None)
+    assert "offload_optimizer" not in str(refused)
     # A stage on the CPU of that machine takes its share, too.
-    beside = [memory[0], replace(memory[1].offloading(0), device="cpu")]
+    beside = [memory[0], replace(memory_of(cfg)[1], device="cpu")]
     room = memory[0].host + beside[1].total
     check_memory(cfg, beside, {"local": fact("cuda:0", host=room), 1: fact("cpu", room)}, LLAMA)
     refusal(cfg, beside, fact("cuda:0", host=room - 1), fact("cpu", room))

@@ -344,7 +344,7 @@ def test_trained_layers_leave_weights_gradients_and_states_to_host_memory(base, 
     plain, away = memory_of(config)[0], memory_of(config.with_changes(shard_plan=plan))[0]
     each, moves = plain.learned[0], optim == "adamw_torch"
     assert plain.learned == (each,) * 4
-    assert away.host == 8 * each + moves * plain.optimizer
+    assert away.host == (8 + 3) * each + moves * plain.optimizer
     assert away.optimizer == plain.optimizer * (not moves)
     assert away.weights == plain.weights - 2 * each  # two have slots
     assert away.gradients == plain.gradients - each  # those of three are made, or on their way
