@@ -93,6 +93,7 @@ class HostMemory(Residence):
         inputs: StoredInputs | None,
     ) -> None:
         self._layers, self._states = layers or Residence(), states or Residence()
+        self._lend = layers.lend if layers else lambda: None
         self._inputs = inputs or Residence()
         self._weights = layers.weights if layers else VisitingWeights(Device(), [])
         self.trains = bool(self._weights.homes)
@@ -134,6 +135,7 @@ class HostMemory(Residence):
         self._weights.forget_gradients()
 
     def step(self, optimizer: Optimizer, scale: float = 1.0) -> None:
+        self._lend()
         self._states.step(optimizer, scale)
         self.changed()
 

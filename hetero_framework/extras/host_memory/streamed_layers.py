@@ -148,6 +148,12 @@ class HostLayer:
         for holder, name, form, offset in self._places:
             setattr(holder, name, _view(slot, offset, form))
 
+    def leave(self, device: Device) -> None:
+        """Keep no memory of a slot: the tensors have their form and no contents."""
+        for holder, name, form, _ in self._places:
+            one = torch.empty(1, dtype=form.dtype, device=device.torch_device)
+            setattr(holder, name, one.expand(form.shape))
+
     def copies_to(self, slot: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Pairs (target, source) that copy all bytes of the layer into a slot."""
         return [(slot[begin : begin + len(part)], part) for begin, part in self._parts]
@@ -169,10 +175,8 @@ class StreamedLayers(Visitors):
         count = len(hosts)
         self._shared, self._in_turn = in_turn, layers_in_turn(count, in_turn)
         self._slot = [slot_of(position, count, in_turn) for position in range(count)]
-        sizes = slot_sizes([layer.nbytes for layer in self._layers], in_turn)
-        self._slots = [
-            torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device) for nbytes in sizes
-        ]
+        self._sizes = slot_sizes([layer.nbytes for layer in self._layers], in_turn)
+        self._slots: list[Tensor] = []
         self._place()
         self._there: dict[int, int] = {}  # slot: the layer that is in it, or on its way
         self._arriving: dict[int, Future[Ends]] = {}
@@ -217,7 +221,7 @@ class StreamedLayers(Visitors):
             "%s in host memory: %s; %s of the device to visit",
             plural(len(self._layers), "layer"),
             size(sum(layer.nbytes for layer in self._layers)),
-            size(sum(map(len, self._slots))),
+            size(sum(self._sizes)),
         )
         if self._feeder is not None:
             _log.warning(
@@ -239,8 +243,19 @@ class StreamedLayers(Visitors):
             for parameter, home in self.weights.homes.items():
                 parameter.data = home
 
+    def lend(self) -> None:
+        """Free the slots until `changed`: the optimizer's groups visit in the same memory."""
+        if self.weights.homes:
+            settle(self._arriving.values())
+            self._arriving, self._there = {}, {}
+            self._slots, self._is_placed = [], False
+            for layer in self._layers:
+                layer.leave(self._device)
+
     def _place(self) -> None:
-        self._is_placed = True
+        self._is_placed, where = True, self._device.torch_device
+        if not self._slots:
+            self._slots = [torch.empty(n, dtype=torch.uint8, device=where) for n in self._sizes]
         for layer, slot in zip(self._layers, self._slot, strict=True):
             layer.place_in(self._slots[slot])
 
@@ -249,6 +264,8 @@ class StreamedLayers(Visitors):
         if self.weights.homes:
             settle(self._arriving.values())
             self._arriving, self._there = {}, {}
+            if not self._slots:
+                self._place()
             self.end()
 
     def end(self) -> None:

@@ -220,9 +220,10 @@ class StageMemory:
 
     @property
     def step(self) -> int:
-        """Further bytes while the optimizer steps."""
+        """Further bytes while the optimizer steps, in memory that trained layers' slots lend."""
+        slots = sum(slot_sizes(self._streamed(self.offload))) if any(self.learned) else 0
         one_by_one = self.device.partition(":")[0] in ("auto", *ONE_MEMORY)
-        return self.visiting + (0 if one_by_one else self.foreach)
+        return max(0, self.visiting - slots) + (0 if one_by_one else self.foreach)
 
     @property
     def total(self) -> int:

@@ -171,6 +171,23 @@ def test_gradients_and_weights_are_not_on_the_device_between_tasks():
     assert all(p.grad is None for p in homes)
 
 
+def test_layers_lend_their_slots_to_the_optimizer(monkeypatch):
+    _, visiting = pair((), 6, model={"dtype": "bfloat16"})
+    slots, seen = visiting.stages[0].residence._layers._slots, []  # type: ignore[attr-defined]
+    kept = [StorageWeakRef(slot.untyped_storage()) for slot in slots]
+    sent = optimizer_states.OptimizerStates._send_back
+
+    def looked(self: optimizer_states.OptimizerStates, *args: Any) -> None:
+        seen.append(all(storage.expired() for storage in kept))
+        sent(self, *args)
+
+    monkeypatch.setattr(optimizer_states.OptimizerStates, "_send_back", looked)
+    del slots
+    visiting.train(1)
+    assert seen
+    assert all(seen)
+
+
 class _Casts(TorchDispatchMode):
     """Counts halved gate and up projections that are alive at once."""
 
