@@ -148,8 +148,14 @@ MUTATIONS = (
     Mutation(
         "a layer of the last step is used again",
         streamed_layers,
-        "            self._arriving, self._there = {}, {}\n",
+        "        self._arriving, self._there = {}, {}\n",
         "",
+    ),
+    Mutation(
+        "a slot is lent while a layer comes into it",
+        streamed_layers,
+        "        settle(self._arriving.values())\n        self._arriving, self",
+        "        self._arriving, self",
     ),
     Mutation(
         "states are used before they are there",

@@ -11,6 +11,7 @@ import pytest
 
 from hetero_framework import cli
 from hetero_framework.config import PLAN_FILE
+from tests.cases import seldom
 from tests.certificates import keys_of
 from tests.installed import needs
 from tests.integration.test_parity import LORA, assert_same_runs
@@ -75,7 +76,7 @@ def test_one_command_trains_on_all_cards_and_one_may_be_killed(
     assert_same_runs(file.with_name("run"), whole)
 
 
-@pytest.mark.parametrize("keyed", [True, False], ids=["keys", "no keys"])
+@pytest.mark.parametrize("keyed", seldom([True, False], False), ids=["keys", "no keys"])
 def test_one_worker_command_serves_all_cards_and_one_may_be_killed(
     keyed, written, whole, killed, tmp_path, capsys
 ):
@@ -97,6 +98,7 @@ def test_one_worker_command_serves_all_cards_and_one_may_be_killed(
     assert_same_runs(file.with_name("run"), whole)
 
 
+@pytest.mark.long
 @needs("planner")
 def test_a_run_goes_on_under_a_new_plan_when_its_machine_has_gained_a_card(
     written, whole, killed, capsys

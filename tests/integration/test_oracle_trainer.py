@@ -144,10 +144,11 @@ WITH_SIDES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 # The Trainer adds the routers' loss to that of each micro-batch, whatever their number.
 @pytest.mark.parametrize(
     "way",
-    [{}, pytest.param({"lora": True, "gradient_checkpointing": True}, marks=pytest.mark.long)],
+    [{}, {"lora": True, "gradient_checkpointing": True}],
     ids=["full", "lora"],
 )
 def test_the_loss_of_routers_agrees_with_trainer(way, losses, texts, tmp_path):

@@ -186,6 +186,7 @@ def test_a_run_with_callbacks_that_is_killed_records_what_an_undisturbed_one_doe
     assert rest == told(with_callbacks)[-len(rest) :]
 
 
+@pytest.mark.long
 def test_steps_that_are_repeated_after_a_loss_are_recorded_once(llama, texts, tmp_path, reported):
     config = configuration(tmp_path / "run", llama, texts, **REPORTED)
     notes = Killer({3: (2,), 6: (1,)})

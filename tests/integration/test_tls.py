@@ -121,6 +121,7 @@ def test_run_over_tls_equals_the_plain_one_to_the_last_bit(undisturbed, losses):
     assert undisturbed == losses([2, 4], training={"num_train_epochs": 2})
 
 
+@pytest.mark.long
 def test_killed_worker_whose_link_left_tls_costs_steps_and_changes_nothing(
     tmp_path, llama, texts, undisturbed
 ):

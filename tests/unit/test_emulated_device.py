@@ -116,6 +116,7 @@ TIMES = {"HETERO_EMULATED_COPY_RATE": "200e6", "HETERO_EMULATED_KERNEL_US": "200
 """20 MB are copied in 0.1 s, and 30 matrix products are computed in 0.06 s."""
 
 
+@pytest.mark.emulated
 def test_copies_and_matrix_products_take_the_times_that_are_set(library):
     program = ("-m", "tests.emulated_device.times", "cuda:1")
     took = json.loads(run(library, *program, HETERO_EMULATED_DELAY_US="0", **TIMES))
@@ -141,6 +142,7 @@ def test_copies_and_matrix_products_take_the_times_that_are_set(library):
     assert wrong == {}
 
 
+@pytest.mark.emulated
 def test_without_set_times_nothing_is_slower(library):
     program = ("-m", "tests.emulated_device.times", "cuda:1")
     took = json.loads(run(library, *program, HETERO_EMULATED_DELAY_US="0"))

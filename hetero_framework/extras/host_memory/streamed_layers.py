@@ -246,8 +246,7 @@ class StreamedLayers(Visitors):
     def lend(self) -> None:
         """Free the slots until `changed`: the optimizer's groups visit in the same memory."""
         if self.weights.homes:
-            settle(self._arriving.values())
-            self._arriving, self._there = {}, {}
+            self._forget()
             self._slots, self._is_placed = [], False
             for layer in self._layers:
                 layer.leave(self._device)
@@ -262,11 +261,15 @@ class StreamedLayers(Visitors):
     def changed(self) -> None:
         """Fetch the layers again: their weights have been written at home."""
         if self.weights.homes:
-            settle(self._arriving.values())
-            self._arriving, self._there = {}, {}
+            self._forget()
             if not self._slots:
                 self._place()
             self.end()
+
+    def _forget(self) -> None:
+        """Have no layer in a slot, and none on its way."""
+        settle(self._arriving.values())
+        self._arriving, self._there = {}, {}
 
     def end(self) -> None:
         """Fetch the first layers of the next task, unless they are there or on their way."""

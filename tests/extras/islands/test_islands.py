@@ -176,10 +176,11 @@ def test_trained_layers_of_islands_may_visit(section, pool, settings, tmp_path, 
         assert_same(weights(visited), weights(stayed))
 
 
+@pytest.mark.long
 @needs("streams")
 @pytest.mark.parametrize(
     "section",
-    [{}, pytest.param({"sync_steps": 2}, marks=pytest.mark.long)],
+    [{}, {"sync_steps": 2}],
     ids=["every step", "rounds"],
 )
 def test_islands_deal_the_samples_of_a_stream(section, pool, settings, tmp_path):

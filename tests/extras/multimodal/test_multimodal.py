@@ -104,6 +104,7 @@ def test_a_class_whose_tower_cannot_be_built_agrees_with_trainer(losses, texts, 
     test_training_agrees_with_trainer_over_the_class_itself(name, True, losses, texts, tmp_path)
 
 
+@pytest.mark.long
 def test_a_resumed_run_ends_with_the_same_checkpoint(pool, texts, tmp_path):
     model = save_multimodal(tmp_path / "model", "LlavaNextForConditionalGeneration")
     training = {**SHORT, "save_strategy": "steps", "save_steps": 2}

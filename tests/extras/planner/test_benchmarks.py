@@ -197,6 +197,7 @@ def test_a_delay_is_a_round_trip_longer():
     assert 0.05 <= figures["transfer_s"] < 0.08
 
 
+@pytest.mark.long
 @needs_root
 def test_a_shaped_port_is_as_slow_as_it_says_and_counts_its_bytes():
     figures = []
@@ -251,6 +252,7 @@ def test_no_namespace_is_left_behind():
     assert [holder.exists() for holder in holders] == [False, False]
 
 
+@pytest.mark.long
 @needs_root
 def test_the_loopback_counts_only_bytes_of_the_benchmark():
     with open_network("loopback", 2) as quiet:

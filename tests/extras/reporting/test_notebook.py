@@ -71,6 +71,7 @@ def cell(tmp_path):
     manager.cleanup_resources()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "devices",

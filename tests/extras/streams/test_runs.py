@@ -33,6 +33,7 @@ def result(config: Config) -> tuple[Any, bytes]:
     return read_metrics(config.output_dir), weights.read_bytes()
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_again_and_again_is_the_whole_run(alone, tmp_path):
     whole, parts = make(alone, tmp_path, "whole"), make(alone, tmp_path, "parts")
     train(whole)

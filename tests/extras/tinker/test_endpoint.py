@@ -16,7 +16,6 @@ from hetero_framework.errors import ConfigError, IdentityError, NetworkError
 from hetero_framework.extras.tinker.endpoint import Endpoint, encryption_for
 from hetero_framework.security.certificates import ensure_authority
 from hetero_framework.security.keys import FOLDER, KeyDirectory
-from tests.cases import seldom
 from tests.extras.tinker.calling import ADAM, drawn, request
 from tests.extras.tinker.serving import Server, served
 from tests.integration.oracles import read_rows
@@ -62,7 +61,8 @@ def passes(id: str) -> list[tuple[str, Any]]:
     return calls
 
 
-@pytest.mark.parametrize("kills", seldom([(1,), (2, 3), (3, 4), (4, 5)], (1,), (2, 3), (4, 5)))
+@pytest.mark.long
+@pytest.mark.parametrize("kills", [(1,), (2, 3), (3, 4), (4, 5)])
 def test_a_killed_coordinator_goes_on_with_the_same_bits(kills, model, tmp_path):
     """The process is killed after these calls; the client asks the same address again."""
     found: dict[bool, list[Any]] = {}

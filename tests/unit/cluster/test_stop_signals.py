@@ -143,7 +143,7 @@ finally:
         pytest.param("close", "SIGTERM", 1, 0, marks=pytest.mark.long),
         ("close", "line", 1, 0),
         pytest.param("forget", "SIGINT", 2, 0, marks=pytest.mark.long),
-        ("after", "SIGHUP", 2, 0),
+        pytest.param("after", "SIGHUP", 2, 0, marks=pytest.mark.long),
         pytest.param("turn", "SIGTERM", 2, 75, marks=pytest.mark.long),
         pytest.param("listen", "SIGHUP", 1, 75, marks=pytest.mark.long),
         ("early", "SIGTERM", 0, 75),
