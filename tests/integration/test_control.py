@@ -93,6 +93,7 @@ def compute_metrics(given):
 """
 
 
+@pytest.mark.long
 def test_an_imported_file_makes_the_predictions_in_the_worker_that_has_the_logits(
     tmp_path, llama, texts
 ):

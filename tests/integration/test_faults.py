@@ -228,7 +228,7 @@ def test_a_link_cut_while_resuming_changes_nothing(make, proxies, whole, tmp_pat
     [
         FrameCut("down", m.Loss, "before"),
         pytest.param(FrameCut("down", m.GradientNorms, "middle"), marks=pytest.mark.long),
-        FrameCut("up", m.Commit, "middle"),
+        pytest.param(FrameCut("up", m.Commit, "middle"), marks=pytest.mark.long),
         pytest.param(FrameCut("down", m.Committed, "middle"), marks=pytest.mark.long),
         pytest.param(FrameCut("up", m.Abort, "before"), marks=pytest.mark.long),
         FrameCut("down", m.State, "before"),

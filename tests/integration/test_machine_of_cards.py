@@ -11,7 +11,6 @@ import pytest
 
 from hetero_framework import cli
 from hetero_framework.config import PLAN_FILE
-from tests.cases import seldom
 from tests.certificates import keys_of
 from tests.installed import needs
 from tests.integration.test_parity import LORA, assert_same_runs
@@ -76,7 +75,8 @@ def test_one_command_trains_on_all_cards_and_one_may_be_killed(
     assert_same_runs(file.with_name("run"), whole)
 
 
-@pytest.mark.parametrize("keyed", seldom([True, False], False), ids=["keys", "no keys"])
+@pytest.mark.long
+@pytest.mark.parametrize("keyed", [True, False], ids=["keys", "no keys"])
 def test_one_worker_command_serves_all_cards_and_one_may_be_killed(
     keyed, written, whole, killed, tmp_path, capsys
 ):

@@ -98,6 +98,7 @@ def load_complete(folder: Path) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_full_training_of(model_type, losses, texts, tmp_path):
     model = save_tiny(tmp_path / "model", model_type)

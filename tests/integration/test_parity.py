@@ -105,6 +105,7 @@ def test_metrics_of_tokens_are_those_of_one_process(chunk, losses, tmp_path, tex
         assert line.items() >= other.items()
 
 
+@pytest.mark.long
 def test_predictions_of_an_evaluation_are_those_of_one_process(pool, configured, texts):
     sections = {
         "data": {"train": str(texts), "eval": str(texts), "max_length": 64},
@@ -204,6 +205,7 @@ def test_adapter_to_start_from_is_needed_on_the_coordinator_only(pool, llama, te
     assert weights(tmp_path / "cut").keys() == weights(tmp_path / "first").keys()
 
 
+@pytest.mark.long
 def test_layers_below_the_adapter_get_no_gradient_and_change_nothing(losses):
     adapter = {**LORA, "layers_to_transform": [4, 5]}
     whole = losses([], "whole", adapter=adapter)

@@ -229,7 +229,12 @@ print(json.dumps(told))
 # Those that start runs or load models do so where all are absent, too.
 @pytest.mark.parametrize(
     "extra",
-    seldom(["", *dict.fromkeys(extra for extra, *_ in WANTS)], "host_memory", "multimodal"),
+    seldom(
+        ["", *dict.fromkeys(extra for extra, *_ in WANTS)],
+        "host_memory",
+        "multimodal",
+        "foreign_formats",
+    ),
 )
 def test_who_wants_an_absent_extra_is_told_in_one_sentence(place, extra):
     """And nobody else; the folder is deleted, without a name all are."""

@@ -83,6 +83,7 @@ def test_an_objective(tmp_path):
     assert first_loss(copy) == first_loss(copy, "plain") / 2
 
 
+@pytest.mark.long
 def test_a_rule(tmp_path):
     copy = extended(tmp_path, "A rule that skips steps")
     hetero(copy, "train", "--config", configuration(copy, min_grad_norm=1e6))
@@ -91,6 +92,7 @@ def test_a_rule(tmp_path):
     assert line["reason"].endswith("is below 1e+06")
 
 
+@pytest.mark.long
 def test_a_reporter(tmp_path):
     copy = extended(tmp_path, "A reporter")
     hetero(copy, "train", "--config", configuration(copy, report_to=["losses"]))

@@ -118,7 +118,13 @@ VALUES = {
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-@pytest.mark.parametrize(("line", "words"), (LINES | NUMBER | VALUES).items(), ids=lambda x: str(x))
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] * (3 <= k < len(LINES)), id=case[0])
+        for k, case in enumerate((LINES | NUMBER | VALUES).items())
+    ],
+)
 def test_a_typed_line_is_completed(shell, line, words, folder):
     if lacks(shell):
         pytest.skip(f"without {shell}, or with the one of 2007 that macOS has")

@@ -53,6 +53,7 @@ def test_one_stage_and_two_equal_a_torch_loop(pool, llama, corpus):
     assert len(evals(corpus.parent / "2")) == 3
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_at_its_place(pool, llama, corpus):
     config = make(pool, llama, corpus, "run", [3])
     train(config)

@@ -41,7 +41,10 @@ def test_every_cut_gives_the_same_bits(cuts, adapter):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler
 @pytest.mark.parametrize(
     "settings",
-    [{"bf16": True, "loss_chunk_tokens": 16}, {"torch_compile_backend": "eager"}],
+    [
+        {"bf16": True, "loss_chunk_tokens": 16},
+        pytest.param({"torch_compile_backend": "eager"}, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_other_ways_of_computing_give_the_same_bits(settings):

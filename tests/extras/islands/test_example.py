@@ -16,6 +16,7 @@ from tests.integration.test_parity import assert_same, weights
 pytestmark = [pytest.mark.xdist_group("pool"), pytest.mark.usefixtures("nothing_left")]
 
 
+@pytest.mark.long
 def test_islands_of_the_example_train_one_model(pool, llama, texts, tmp_path, monkeypatch):
     monkeypatch.setattr(lighthouse, "SETTLE_S", 0.0)
     monkeypatch.setattr(timeouts, "LIGHTHOUSE_LINK", LinkDeadlines())

@@ -58,6 +58,7 @@ class Island:
         self.process.communicate()
 
 
+@pytest.mark.long
 def test_an_island_without_torchft_leaves_in_order_and_the_other_goes_on(tmp_path):
     save_llama(tmp_path / "model", layers=2)
     save_tokenizer(tmp_path / "words")

@@ -361,6 +361,7 @@ def test_an_island_with_other_settings_is_told_which(pool, settings, tmp_path, q
 # -- rounds ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_single_island_that_averages_trains_as_without_islands(pool, settings, tmp_path):
     """LocalSGD of one island, and DiLoCo at outer rate 1 without momentum."""
     own = {**settings, "adapter": LORA}

@@ -39,7 +39,12 @@ def of_sources(output: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    "packing", [{}, {"packing": True}, pytest.param({"padding_free": True}, marks=pytest.mark.long)]
+    "packing",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"packing": True},
+        pytest.param({"padding_free": True}, marks=pytest.mark.long),
+    ],
 )
 def test_are_those_of_the_model(pool, losses, llama, section, tmp_path, capsys, packing):
     section |= packing

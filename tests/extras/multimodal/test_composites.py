@@ -17,7 +17,6 @@ from hetero_framework.models.cut.partition import ShardRange, ranges_between
 from hetero_framework.models.cut.shard import build_shard
 from hetero_framework.models.cut.tiny import probe_inputs, tiny_config
 from hetero_framework.models.verify.equivalence import compare
-from tests.cases import seldom
 from tests.samples import save_multimodal
 from tests.unit.adapter_helpers import chain_logits, keep_unpacked, shards, stock_logits
 from tests.unit.models.files.test_quantization import SETTINGS
@@ -100,7 +99,8 @@ def test_noise_needs_one_embedding():
         shard.add_noise(5.0)
 
 
-@pytest.mark.parametrize("name", seldom([QWEN, GEMMA], GEMMA))
+@pytest.mark.long
+@pytest.mark.parametrize("name", [QWEN, GEMMA])
 def test_the_language_part_of_a_multimodal_class_is_quantised_as_in_the_whole(name, tmp_path):
     base = save_multimodal(tmp_path / "base", name)
     cls = getattr(transformers, name)

@@ -80,6 +80,7 @@ def test_text_trains_under_any_cut_and_the_class_loads_the_result(
     assert found != pytest.approx(mean_token_loss(before, tokenizer, texts), rel=1e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("adapted", seldom([False, True], False), ids=["full", "lora"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_training_agrees_with_trainer_over_the_class_itself(name, adapted, losses, texts, tmp_path):

@@ -66,7 +66,9 @@ def chain_of(config: PretrainedConfig) -> ImageConfig:
     return ImageConfig(config.to_dict(), forms=FORMS)
 
 
-@pytest.mark.parametrize("name", seldom(CLASSIFIERS, "swin", "convnext", "beit"))
+@pytest.mark.parametrize(
+    "name", seldom(CLASSIFIERS, "swin", "convnext", "beit", "efficientnet", "pvt_v2")
+)
 def test_a_classifier_in_parts_computes_what_its_class_does(name):
     """Logits, gradients and running means, to the bit, whole and in three shards."""
     config = chain_of(CLASSIFIERS[name])
@@ -96,7 +98,9 @@ def test_a_classifier_in_parts_computes_what_its_class_does(name):
     assert compare(config, ranges_between([0, 2, count - 1, count])).verdict == "bit-equal"
 
 
-@pytest.mark.parametrize("name", seldom(["beit", "efficientnet", "segformer"], "efficientnet"))
+@pytest.mark.parametrize(
+    "name", seldom(["beit", "efficientnet", "segformer"], "efficientnet", "segformer")
+)
 def test_parts_are_compared_with_the_class_also_with_dropout(name):
     fields = CLASSIFIERS[name].to_dict()
     rates = {key: 0.3 for key, value in fields.items() if "drop" in key and value == 0.0}

@@ -45,6 +45,7 @@ def test_estimates_are_near_what_was_published():
     assert max(fitted["most"], held["most"]) <= 1.6
 
 
+@pytest.mark.long
 def test_estimates_of_torchtunes_cases_are_near_what_was_published():
     cases = [c for c in PUBLISHED["cases"] if c["source"] in QUICK and c["trust"] == "high"]
     rows = [{**case, "ratio": estimated(case) / case["tokens_per_s"]} for case in cases]
@@ -53,6 +54,7 @@ def test_estimates_of_torchtunes_cases_are_near_what_was_published():
     assert 0.6 <= found["least"] <= found["most"] <= 1.6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "tokens"),
     [

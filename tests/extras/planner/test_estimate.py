@@ -294,6 +294,7 @@ def test_many_machines_are_not_searched_without_each(printed):
 PAGE = Path(__file__).parents[3] / "docs" / "three_machines.md"
 
 
+@pytest.mark.long
 def test_the_page_has_the_figures_of_its_commands(estimated):
     text = PAGE.read_text(encoding="utf-8")
     commands = re.findall(r"^hetero (plan --dry-run --model .*)$", text, re.MULTILINE)

@@ -208,7 +208,8 @@ def agreeing(config: Config, folder: Path, adapter: Path | None = None) -> Any:
     return other
 
 
-@pytest.mark.parametrize("objective", ["dpo", pytest.param("cpo", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("objective", ["dpo", "cpo"])
 def test_the_loss_of_routers_is_that_of_trl(objective, alone, tmp_path):
     routers = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     model = save_tiny("mixtral", tmp_path / "model", **routers)

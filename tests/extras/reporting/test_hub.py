@@ -67,11 +67,13 @@ def test_the_result_is_uploaded_whole_and_the_token_stays(alone, hub, tmp_path):
     assert json.loads(events[-1])["what"] == "uploaded"
 
 
+@pytest.mark.long
 def test_the_repository_is_named_after_output_dir(alone, hub):
     train(alone("lora-1", training={"push_to_hub": True, "hub_private_repo": True}))
     assert hub.private == {"me/lora-1": True}
 
 
+@pytest.mark.long
 def test_a_branch_is_made_and_gets_the_result(alone, hub):
     train(alone(training={**PUSHES, "hub_revision": "trial"}))
     assert [revision for revision, *_ in hub.commits] == ["trial"]
@@ -94,6 +96,7 @@ def test_the_newest_checkpoint_is_uploaded_and_resumed(alone, hub, tmp_path):
     assert len(train(again, resume="latest").losses) == 1
 
 
+@pytest.mark.long
 def test_all_checkpoints_have_folders_of_their_own(alone, hub):
     config = alone(training={**PUSHES, **SAVES, "hub_strategy": "all_checkpoints"})
     train(config)
@@ -101,6 +104,7 @@ def test_all_checkpoints_have_folders_of_their_own(alone, hub):
     assert "step_4" in arrived <= {"step_1", "step_2", "step_3", "step_4"}
 
 
+@pytest.mark.long
 def test_a_public_repository_gets_no_checkpoint(alone, hub):
     more = {"hub_strategy": "checkpoint", "hub_private_repo": None}
     config = alone(training={**PUSHES, **SAVES, **more})
@@ -135,6 +139,7 @@ def test_a_hub_that_is_away_is_told(alone, hub, monkeypatch):
     assert len(missing(log_of(config))) == 2
 
 
+@pytest.mark.long
 def test_a_hub_that_hangs_slows_no_step_and_is_left(alone, hub, monkeypatch):
     """It is asked before the first step; time passes for uploads when there are no more steps."""
     hub.fail = "hang"

@@ -196,6 +196,7 @@ def test_a_process_that_is_killed_is_a_data_error(load):
         all(data.step_batches(step) for step in range(10**6))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name == "nt", reason="no SIGSTOP")
 def test_a_process_that_does_nothing_is_a_data_error(load, monkeypatch):
     data = load(training={"max_steps": 10**6})
@@ -205,6 +206,7 @@ def test_a_process_that_does_nothing_is_a_data_error(load, monkeypatch):
         all(data.step_batches(step) for step in range(10**6))
 
 
+@pytest.mark.long
 def test_a_damaged_shard_is_named(load, tmp_path):
     packed = gzip.compress((tmp_path / "s0.jsonl").read_bytes() * 50)
     (tmp_path / "t0.jsonl.gz").write_bytes(packed[: len(packed) // 2])

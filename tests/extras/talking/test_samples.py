@@ -88,6 +88,7 @@ def test_greedy_samples_are_those_of_generate(model_type, pool, texts, tmp_path)
         assert samples(tmp_path / name) == samples(tmp_path / "whole")
 
 
+@pytest.mark.long
 def test_samples_of_an_adapter_are_those_of_the_merged_model(losses, llama, tmp_path):
     losses([2, 4], adapter=LORA, training={**TRAINING, **SAMPLING})
     model = AutoModelForCausalLM.from_pretrained(llama)

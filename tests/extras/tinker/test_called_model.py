@@ -137,6 +137,7 @@ def test_a_killed_worker_changes_nothing(also, whole, model, tmp_path, monkeypat
     equal(found, whole[1])
 
 
+@pytest.mark.long
 def test_what_a_mistake_left_half_done_is_undone(whole, model, tmp_path, monkeypatch):
     raw = {**machines_here(("local", 2), (1, 6)), **sections(model)}
     raw["training"] = {**raw["training"], "output_dir": str(tmp_path)}

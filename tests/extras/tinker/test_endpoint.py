@@ -16,6 +16,7 @@ from hetero_framework.errors import ConfigError, IdentityError, NetworkError
 from hetero_framework.extras.tinker.endpoint import Endpoint, encryption_for
 from hetero_framework.security.certificates import ensure_authority
 from hetero_framework.security.keys import FOLDER, KeyDirectory
+from tests.cases import seldom
 from tests.extras.tinker.calling import ADAM, drawn, request
 from tests.extras.tinker.serving import Server, served
 from tests.integration.oracles import read_rows
@@ -137,7 +138,7 @@ def test_silent_connections_give_way(server):
             connection.close()
 
 
-@pytest.mark.parametrize("host", [None, "localhost"])
+@pytest.mark.parametrize("host", seldom([None, "localhost"], None))
 def test_the_client_trains_samples_saves_and_loads(host, model, tmp_path):
     if host is not None:
         ensure_authority(KeyDirectory(tmp_path / FOLDER))

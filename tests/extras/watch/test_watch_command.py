@@ -79,6 +79,7 @@ def test_the_page_of_a_run_that_is_gone_is_none(run, page, holder):
     assert beside.act("stop") == NO_PAGE
 
 
+@pytest.mark.long
 def test_one_page_over_files_and_pages(run, page, tmp_path):
     told, address = page
     other = tmp_path / "other"

@@ -146,7 +146,7 @@ finally:
         pytest.param("after", "SIGHUP", 2, 0, marks=pytest.mark.long),
         pytest.param("turn", "SIGTERM", 2, 75, marks=pytest.mark.long),
         pytest.param("listen", "SIGHUP", 1, 75, marks=pytest.mark.long),
-        ("early", "SIGTERM", 0, 75),
+        pytest.param("early", "SIGTERM", 0, 75, marks=pytest.mark.long),
     ],
 )
 def test_a_worker_that_is_struck_as_it_ends_ends_in_order(place, name, times, code):
