@@ -152,12 +152,6 @@ MUTATIONS = (
         "",
     ),
     Mutation(
-        "a slot is lent while a layer comes into it",
-        streamed_layers,
-        "        settle(self._arriving.values())\n        self._arriving, self",
-        "        self._arriving, self",
-    ),
-    Mutation(
         "states are used before they are there",
         optimizer_states,
         "            self._device.order_behind(arrival)\n",
