@@ -312,6 +312,11 @@ class ModelConfig(Section):
         return self.needs.task
 
     @property
+    def trained_towers(self) -> bool | tuple[str, ...]:
+        """Whether modules that see are trained, or the names of those that are."""
+        return False
+
+    @property
     def source(self) -> str | None:
         """The name or path of the model's source; None for from_config."""
         given = (value for value in self._sources().values() if isinstance(value, str))

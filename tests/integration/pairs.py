@@ -262,12 +262,13 @@ class Runs:
             plan[0]["offload"] = 1
         used = {stage["id"] for stage in plan}
         model = next((name for name in settings if name in MODELS), about.model)
+        more_model = {"train_towers": True} if "towers" in settings else {}
         output = self.folder / f"run-{next(self._numbers)}"
         return {
             "coordinator": {"ip": "127.0.0.1", "device": "cpu", "port": self.port},
             "workers": [worker for worker in self.workers if worker["id"] in used],
             "shard_plan": plan,
-            "model": {"name_or_path": str(self.folder / model)},
+            "model": {"name_or_path": str(self.folder / model), **more_model},
             "adapter": adapter,
             "data": data,
             "training": {"output_dir": str(output), **given, **training},

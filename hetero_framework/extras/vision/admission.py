@@ -50,6 +50,8 @@ def _compare(config: PretrainedConfig, make_store: Callable[[], Any]) -> bool:
             layers = introspect(tiny).num_layers
             ranges = ranges_between([0, seeing_layers(config), layers])
             whole, (first, last) = build_both(tiny, ranges, None, sees=True)
+            for part in (whole, first, last):
+                part.train(False)  # a tower may have dropout
             inputs["input_ids"] = _tiny_ids(inputs["input_ids"], config, tiny)
             stock = {n.removeprefix(PICTURES): t for n, t in inputs.items() if n != "position_ids"}
             expected = whole(**stock, use_cache=False).logits

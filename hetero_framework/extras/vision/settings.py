@@ -1,13 +1,15 @@
-"""Data settings of pictures."""
+"""Settings of pictures, and of the modules that see them."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 from pydantic import model_validator
 
-from hetero_framework.config import DataConfig
-from hetero_framework.config.section import ReadIf, with_unit
+from hetero_framework.config import DataConfig, ModelConfig
+from hetero_framework.config.problems import Problem
+from hetero_framework.config.section import ON_CARD, Name, ReadIf, with_unit
 
 _SEES = ReadIf("training.objective=image-text-to-text|image-dpo")
 _Pixels = Annotated[int, with_unit("pixels", ge=1)]
@@ -28,3 +30,27 @@ class PictureSettings(DataConfig):
         if (self.image_min_pixels or 1) > (self.image_max_pixels or self.image_min_pixels or 1):
             raise ValueError("image_min_pixels is more than image_max_pixels")
         return self
+
+
+class TowerSettings(ModelConfig):
+    """The model section with what is trained of the modules that see."""
+
+    train_towers: Annotated[bool | tuple[Name, ...], _SEES, ON_CARD] = False
+    """Whether the vision tower and the projector are trained, too. In full training a list names
+    the modules to train, by their last names as in adapter.target_modules: "multi_modal_projector",
+    "merger". With an adapter, true lets adapter.target_modules reach them, as in PEFT."""
+
+    @property
+    def trained_towers(self) -> bool | tuple[str, ...]:
+        return self.train_towers or False
+
+
+def disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
+    """Contradictions to other sections."""
+    model, adapter = parts.get("model"), parts.get("adapter")
+    if adapter is not None and model is not None and isinstance(model.trained_towers, tuple):
+        yield Problem(
+            "model.train_towers",
+            "is a list, for full training; set it to true: adapter.target_modules says what gets"
+            " an update",
+        )

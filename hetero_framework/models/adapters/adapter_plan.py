@@ -39,9 +39,9 @@ class AdapterPlan:
     whole model's order. `tensors` maps the adapter file's keys to shapes. Of these keys,
     `embedding_tensors` are frozen base embeddings, which PEFT writes and need not read. `weights`
     is the file to start from. `autocast_adapter_dtype` is the setting of that name. `towers` are
-    the model's towers (`language.py`), which get no adapter. `unmergeable` counts the updates that
-    have a bias over layers without one. `remarks` tell the user of entries without effect. `task`
-    is the model's task.
+    the model's towers (`language.py`) that get no adapter; `sees` says whether it has any towers.
+    `unmergeable` counts the updates that have a bias over layers without one. `remarks` tell the
+    user of entries without effect. `task` is the model's task.
     """
 
     lora_config: LoraConfig
@@ -54,6 +54,7 @@ class AdapterPlan:
     weights: Path | None = None
     autocast_adapter_dtype: bool | None = None
     towers: tuple[str, ...] = ()
+    sees: bool = False
     unmergeable: int = 0
     remarks: tuple[str, ...] = ()
     task: Task = "causal-lm"

@@ -44,7 +44,7 @@ from hetero_framework.models.adapters.adapter_plan import (
     AttachedAdapter,
 )
 from hetero_framework.models.cut.introspect import tied_names
-from hetero_framework.models.cut.language import meta_model, towers
+from hetero_framework.models.cut.language import all_towers, lies_in, meta_model, towers
 from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.files.quantization import stored_quantization
 from hetero_framework.models.library import ONE_AT_A_TIME, compiled_at_first_call
@@ -328,6 +328,7 @@ def _plan(model_config: PretrainedConfig, asked: LoraConfig, weights: Path | Non
         embedding_tensors=frozenset(embeddings),
         weights=weights,
         towers=towers(model_config),
+        sees=bool(all_towers(model_config)),
         unmergeable=unmergeable,
         remarks=tuple(remarks),
         task=task_of(model_config),
@@ -513,7 +514,7 @@ def _check_file(weights: Path, plan: AdapterPlan, bare: PreTrainedModel) -> None
     for key in sorted(set(plan.tensors) - plan.embedding_tensors - set(sizes)):
         kinds.setdefault("are missing", []).append(key)
     for key in sorted(set(sizes) - set(plan.tensors)):
-        kinds.setdefault(_kind(key, parameters), []).append(key)
+        kinds.setdefault(_kind(key, parameters, plan.towers), []).append(key)
     if kinds:
         problems = "; ".join(
             f"{len(keys)} tensors {what}: {', '.join(keys[:4])}{', ...' if keys[4:] else ''}"
@@ -526,8 +527,10 @@ def _check_file(weights: Path, plan: AdapterPlan, bare: PreTrainedModel) -> None
             raise ConfigError(f"{weights}: {key} has shape {shape}, the model needs {needed}")
 
 
-def _kind(key: str, parameters: list[str]) -> str:
+def _kind(key: str, parameters: list[str], gone: tuple[str, ...]) -> str:
     """Words for the kind of a tensor that the adapter's settings do not ask for."""
+    if lies_in(key.removeprefix(PEFT_PREFIX), gone):
+        return 'are of modules that see, which only a run with "model.train_towers": true reads'
     if key.removeprefix(PEFT_PREFIX).replace(".base_layer", "") in parameters:
         return "are the model's own, which neither modules_to_save nor bias names"
     for end, setting in (("lora_B.bias", "lora_bias"), ("lora_magnitude_vector", "use_dora")):

@@ -1,13 +1,14 @@
 """The language model of a configuration: its class, and a copy without weights.
 
 A multimodal class also has modules that text does not use: its *towers*
-(extras/multimodal/towers.py). They are taken out of the class.
+(extras/multimodal/towers.py). They are taken out of the class, unless a run trains them.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hetero_framework import registry
 from hetero_framework.config import Config
 from hetero_framework.config.objectives import shows_pictures
-from hetero_framework.errors import ArchitectureError
+from hetero_framework.errors import ArchitectureError, ConfigError
 from hetero_framework.models.cut.side import tensors_at
 from hetero_framework.models.cut.tiny import stock_class
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly
@@ -28,20 +29,61 @@ PLAIN = (str, int, float, bool)
 # Asking a weight for its shape or type does not count as a use of the weight.
 _QUERIES = {"__get__", "size", "dim", "numel", "stride", "is_floating_point", "element_size"}
 
+_TRAINED = "trained_towers"  # in a configuration: true, or names of modules
 _LISTED = "docs/architectures.md lists the architectures that can be cut"
+
+
+def train_towers(config: PretrainedConfig, which: bool | Sequence[str]) -> None:
+    """Enter in a configuration that the towers are a part of the model that is trained: all, or the
+    modules in them with these names."""
+    setattr(config, _TRAINED, which if isinstance(which, bool) else [*which])
+
+
+def trains_towers(config: PretrainedConfig) -> bool:
+    """Whether the towers are a part of the model that is trained."""
+    return bool(getattr(config, _TRAINED, False))
+
+
+def without_towers(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of the language model alone, without the mark of `train_towers`."""
+    plain = copy.deepcopy(config)
+    if hasattr(plain, _TRAINED):
+        delattr(plain, _TRAINED)
+    return plain
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class of a configuration's language model: the stock class (`stock_class`) without its
-    towers. Raises ArchitectureError as `towers`."""
+    towers, unless they are trained. Raises ArchitectureError as `towers`."""
     cls, gone = stock_class(config), towers(config)
     return registry.find("multimodal", "class")(cls, gone) if gone else cls
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """The language model on torch's meta device: names, shapes and types at no cost, in full
-    precision. Raises ArchitectureError as `model_class`."""
-    return on_meta(model_class(config), config)
+    precision. What is not trained of its towers is frozen. Raises ArchitectureError as
+    `model_class`, and ConfigError for the name of a tower's module that it does not have."""
+    model = on_meta(model_class(config), config)
+    if isinstance(names := getattr(config, _TRAINED, None), list):
+        _freeze_others(model, all_towers(config), names)
+    return model
+
+
+def _freeze_others(model: PreTrainedModel, gone: tuple[str, ...], names: list[str]) -> None:
+    """Freeze what is in the towers, except the modules with these names."""
+    modules = {name for name, _ in model.named_modules() if lies_in(name, gone)}
+    trained = set[str]()
+    for name in names:
+        if not (found := {m for m in modules if f".{m}".endswith(f".{name}")}):
+            leaves = sorted({leaf for m in modules if not (leaf := m.rpartition(".")[2]).isdigit()})
+            raise ConfigError(
+                f"model.train_towers: no module that sees is called {name!r}",
+                hint=f"modules that can be named: {', '.join(leaves)}",
+            )
+        trained |= found
+    for name, parameter in model.named_parameters():
+        if lies_in(name, gone) and not lies_in(name, (*trained,)):
+            parameter.requires_grad_(False)
 
 
 def on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
@@ -55,6 +97,11 @@ def on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedM
 
 
 def towers(config: PretrainedConfig) -> tuple[str, ...]:
+    """The towers that are no part of the model that is trained. Raises as `all_towers`."""
+    return () if trains_towers(config) else all_towers(config)
+
+
+def all_towers(config: PretrainedConfig) -> tuple[str, ...]:
     """Modules of the stock model that a forward over text does not use; empty for a model of one
     part. Raises ArchitectureError where no tiny copy runs on text alone, or transformers has no
     class, and ConfigError where the extra for models of several parts is absent."""
@@ -79,9 +126,11 @@ def first_layers(config: Config, model: PretrainedConfig) -> int:
 
 def tower_lines(config: PretrainedConfig, *, sees: bool = False) -> list[str]:
     """A note on the towers of a model; `sees` says whether the data have pictures."""
-    if not (gone := towers(config)):
+    if not (gone := all_towers(config)):
         return []
     names = ", ".join(gone)
+    if trains_towers(config):
+        return [f"the first stage has {names}, and model.train_towers has them trained"]
     if sees:
         return [f"the first stage has {names}: frozen, and the same in the result"]
     return [f"text does not use {names}: neither loaded nor sent, and the same in the result"]

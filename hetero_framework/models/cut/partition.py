@@ -30,9 +30,12 @@ from hetero_framework.models.cut.introspect import (
 from hetero_framework.models.cut.language import (
     PLAIN,
     copy_plain_attributes,
+    lies_in,
     meta_model,
     on_meta,
     towers,
+    trains_towers,
+    without_towers,
 )
 from hetero_framework.models.cut.side import Call
 from hetero_framework.models.cut.tiny import stock_class
@@ -96,13 +99,26 @@ class Skeleton:
             parent = name.rpartition(".")[0]
             self._local[name] = counts[parent] = counts.get(parent, -1) + 1
 
-    def with_towers(self, config: PretrainedConfig) -> Skeleton:
-        """The skeleton for a shard with the towers; parameters have the same places."""
+    sees = False
+    """Whether a shard has the towers, trained or not."""
+
+    def for_shard(self, config: PretrainedConfig, sees: bool) -> Skeleton:
+        """The skeleton for a shard with all towers, or with none; parameters have the same
+        places."""
+        if not sees:
+            return self._without_towers(config) if trains_towers(config) else self
         seeing, cls = copy.copy(self), stock_class(config)
+        seeing.sees = True
         seeing.towers, seeing.apart = (), self.towers
         seeing.structure = replace(self.structure, model_class=cls)
         seeing.names = {*self.names, *on_meta(cls, config).state_dict()}
         return seeing
+
+    def _without_towers(self, config: PretrainedConfig) -> Skeleton:
+        text = copy.copy(self)
+        text.structure = introspect(plain := without_towers(config))
+        text.constants = {name for name in self.constants if not lies_in(name, towers(plain))}
+        return text
 
     def parameter_index(self, name: str) -> tuple[int, ...]:
         """A parameter's position in the whole model: (module, place in it). An adapter's parameter

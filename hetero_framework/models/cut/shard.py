@@ -42,7 +42,7 @@ from hetero_framework.models.cut.codebooks import for_model
 from hetero_framework.models.cut.family import family_of, head_for
 from hetero_framework.models.cut.introspect import BlockForm
 from hetero_framework.models.cut.known_masks import knowing, register_known_masks
-from hetero_framework.models.cut.language import lies_in, set_apart
+from hetero_framework.models.cut.language import lies_in, set_apart, trains_towers
 from hetero_framework.models.cut.partition import Captured, ShardRange, Skeleton, skeleton_of
 from hetero_framework.models.cut.reuse import ReusableModules
 from hetero_framework.models.cut.side import (
@@ -137,8 +137,9 @@ def build_shard(
     if (family := family_of(config)) is not None:
         made: Shard = family.build(config, rng, dtype=dtype, device=device, seed=seed)
         return made
+    trained = trains_towers(config)
     with ONE_AT_A_TIME:
-        whole = skeleton_of(config).with_towers(config) if sees else skeleton_of(config)
+        whole = skeleton_of(config).for_shard(config, sees or (rng.is_first and trained))
         partition.check_cut(config, whole, rng)
         targets = [name for name in whole.targets(rng) if not kept.has(name, whole)]
         # A target is loaded from the source that it is tied to, which is then taken out.
@@ -616,7 +617,7 @@ class Shard:
         self._injected = received
         try:
             # A tower's mask may have the same shape.
-            with knowing(None if self._towers else arguments.get("attention_mask")):
+            with knowing(None if self._whole.sees else arguments.get("attention_mask")):
                 if cache is None:
                     return self.model(**arguments, use_cache=False, **extra)
                 takes = _parameters(type(self.model).forward)

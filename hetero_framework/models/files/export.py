@@ -37,7 +37,7 @@ from hetero_framework.data.tokenizer import settle_pad_token
 from hetero_framework.errors import CheckpointError, ModelError, ResourceError, in_words
 from hetero_framework.models.adapters.adapter_plan import ADAPTER_WEIGHTS, PEFT_TASKS, AdapterPlan
 from hetero_framework.models.cut.family import as_saved, family_of
-from hetero_framework.models.cut.language import meta_model, model_class, towers
+from hetero_framework.models.cut.language import all_towers, meta_model, model_class, without_towers
 from hetero_framework.models.files.weights import INDEX_FILE, SINGLE_FILE, checkpoint_form, few
 from hetero_framework.models.library import quiet_library
 
@@ -157,7 +157,7 @@ def write_adapter(
         if tokenizer is not None:
             with NamingOf(folder / "tokenizer.json"):
                 tokenizer.save_pretrained(str(folder))
-        if plan.towers and base_model is not None:
+        if plan.sees and base_model is not None:
             copy_processor(base_model, revision, folder)
         output.put_card(card)
 
@@ -186,7 +186,7 @@ def write_checkpoint(
         family = family_of(config)
         if family is not None and (source := family.processor(config)) is not None:
             copy_processor(*source, folder)
-        config = copy.deepcopy(as_saved(config))
+        config = without_towers(as_saved(config))
         # Added by `save_pretrained` of a model.
         config.architectures, config.dtype = [model_class(config).__name__], files.dtype
         config.save_pretrained(str(folder))
@@ -206,7 +206,7 @@ def write_checkpoint(
 def weights_beside(source: ModelSource) -> WeightsBeside | None:
     """The weights of the finished model beside its language model; None for a model of one part.
     Raises ModelError where some of these weights are missing."""
-    if not towers(source.config):
+    if not all_towers(source.config):
         return None
     found: WeightsBeside = registry.find("multimodal", "weights")(source)
     return found

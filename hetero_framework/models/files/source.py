@@ -23,7 +23,13 @@ from hetero_framework.errors import ModelError
 from hetero_framework.models.cut.attention import check_installed, make_known
 from hetero_framework.models.cut.family import family_asked, head_for
 from hetero_framework.models.cut.introspect import introspect, tied_names
-from hetero_framework.models.cut.language import lies_in, meta_model, model_class, towers
+from hetero_framework.models.cut.language import (
+    lies_in,
+    meta_model,
+    model_class,
+    towers,
+    train_towers,
+)
 from hetero_framework.models.cut.partition import Skeleton, skeleton_of
 from hetero_framework.models.cut.tiny import config_for, task_of
 from hetero_framework.models.files.weights import (
@@ -113,6 +119,8 @@ class ModelSource:
                 part.tie_word_embeddings = model.tie_word_embeddings
         if model.router_aux_loss_coef is not None:
             _set_router_loss(config, model.router_aux_loss_coef)
+        if model.trained_towers and config.sub_configs:
+            train_towers(config, model.trained_towers)
         return config
 
     @property

@@ -29,7 +29,7 @@ from hetero_framework.core.buffers import size_class
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
-from hetero_framework.models.cut.language import lies_in, meta_model, on_meta
+from hetero_framework.models.cut.language import all_towers, lies_in, meta_model, on_meta
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange, skeleton_of
 from hetero_framework.models.cut.tiny import stock_class
@@ -444,7 +444,9 @@ class Shapes:
         self.of_matrices = {name: p.shape for name, p in named.items() if p.dim() > 1}
         modules = whole.named_modules()
         self.embeddings = {name for name, m in modules if isinstance(m, nn.Embedding)}
-        self.buffers = {name: b.nbytes for name, b in whole.named_buffers()}
+        named_buffers = whole.named_buffers()
+        seen = all_towers(config)  # small, and on the first stage alone
+        self.buffers = {n: b.nbytes for n, b in named_buffers if not lies_in(n, seen)}
         self.trains_everything = plan is None
         quantizes |= quantization is not None
         self.trainable = self._trainable(whole, plan, quantizes)

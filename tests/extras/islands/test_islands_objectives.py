@@ -54,6 +54,8 @@ def test_islands_of_any_objective_are_one_training(case, pool, llama, tmp_path, 
         "data": {"train": str(rows), "max_length": 64},
         "adapter": {**LORA, "lora_dropout": 0.0},
     }
+    if case == "pictures":
+        settings["model"]["train_towers"] = True
     twos: dict[str, Any] = {"accumulation": 4, "training": training}  # of the whole step
     # Of these models, the loss of a micro-batch is the mean over its tokens.
     alike = twos if case == "pictures" else {**twos, "rows": 1, "accumulation": 8}

@@ -67,10 +67,10 @@ def rewards(output: Path) -> list[dict[str, float]]:
     return [{n: v for n, v in line.items() if n.startswith(kinds)} for line in lines]
 
 
-def trl_run(model: Path, path: Path, output: Path, adapter: Path | None, **settings: Any) -> Any:
-    """TRL's DPOTrainer over a model whose towers are frozen."""
+def trl_run(model: Path, path: Path, output: Path, how: Any, **settings: Any) -> Any:
+    """TRL's DPOTrainer over the model that `frozen` gives."""
     trainer = DPOTrainer(
-        frozen(model, adapter),
+        frozen(model, *how),
         args=_arguments(DPOConfig, output, {**TRAINING, **settings}),
         train_dataset=with_pictures(path),
         processing_class=processor_of(model),
@@ -81,6 +81,7 @@ def trl_run(model: Path, path: Path, output: Path, adapter: Path | None, **setti
 
 CASES: dict[str, dict[str, Any]] = {
     "llava full": {},
+    "llava towers": {},
     "llava lora": {"loss_type": ["sigmoid", "bco_pair", "sft"]},
     "qwen2_5_vl full": {"loss_type": "ipo"},
     "qwen2_5_vl lora": {"loss_chunk_tokens": 9},
@@ -96,6 +97,8 @@ def test_losses_norms_and_rewards_are_trls_under_any_cut(case, models, rows, los
     sections: dict[str, Any] = {"model": {"name_or_path": str(model)}, "layers": LAYERS}
     sections |= {"data": {"train": str(rows)}, "training": training}
     start = None
+    if how == "towers":
+        sections["model"]["train_towers"] = True
     if how == "lora":
         told = {"target_modules": ["q_proj", "v_proj"], "exclude_modules": TOWER}
         start = save_adapter(model, tmp_path / "start", **told)
@@ -105,7 +108,8 @@ def test_losses_norms_and_rewards_are_trls_under_any_cut(case, models, rows, los
         assert losses(cuts, "cut", **sections) == whole
         assert rewards(tmp_path / "cut") == rewards(tmp_path / "whole")
         assert_same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
-    theirs = trl_run(model, rows, tmp_path / "trl", start, **CASES[case], max_length=1024)
+    given = start, "" if how == "towers" else None
+    theirs = trl_run(model, rows, tmp_path / "trl", given, **CASES[case], max_length=1024)
     for one, found, other in zip(whole, rewards(tmp_path / "whole"), theirs, strict=True):
         expected = other["loss"], other["grad_norm"], other["learning_rate"]
         assert one == pytest.approx(expected, rel=1e-5, abs=1e-7)

@@ -26,6 +26,7 @@ TRAINING = {
 PAIRS = [
     *("image-text-to-text mix+evals", "image-text-to-text full+held_out"),
     *("image-text-to-text chunks+smoothing", "image-text-to-text dropout+checkpointing"),
+    *("image-text-to-text towers+full+mix", "image-text-to-text towers+dropout+checkpointing"),
     *("image-dpo mix+eval", "image-dpo full+held_out", "image-dpo chunks+checkpointing"),
 ]
 CASES = {"llava": "image-text-to-text", "qwen2_5_vl": "image-text-to-text", "gemma3": "image-dpo"}
@@ -60,7 +61,7 @@ def test_workers_and_coordinators_killed_in_a_step_change_no_bit(
 
     def run(name: str, *parts: Any) -> dict[str, Any]:
         raw = {**machines_here(*parts, device=DEVICE), "data": data}
-        raw["model"] = {"name_or_path": str(models(family))}
+        raw["model"] = {"name_or_path": str(models(family)), "train_towers": family != "llava"}
         return {**raw, "training": {**training, "output_dir": str(tmp_path / name)}}
 
     train(Config.from_dict(run("whole", ("local", LAYERS))))

@@ -92,20 +92,29 @@ def test_a_micro_batch_is_that_of_trls_collator(family, form, models, rows):
     assert plain.keys() <= {*TEXTS, "token_type_ids", f"{PICTURES}mm_token_type_ids"}
 
 
-def frozen(model: Path, adapter: Path | None) -> Any:
-    """The stock model, its towers frozen, with an adapter that is to be trained."""
+def frozen(model: Path, adapter: Path | None, trained: str | None = None) -> Any:
+    """The stock model, its towers frozen but for modules with `trained` in their names, with an
+    adapter that is to be trained."""
     whole: Any = AutoModelForImageTextToText.from_pretrained(model)
+    parts = OF_TEXT if trained is None else (*OF_TEXT, trained)
     for name, parameter in whole.named_parameters():
-        parameter.requires_grad_(any(part in name for part in OF_TEXT))
+        parameter.requires_grad_(any(part in name for part in parts))
     if adapter is not None:
         whole = PeftModel.from_pretrained(whole, adapter, is_trainable=True)
     return whole
 
 
-def trl_run(model: Path, path: Path, output: Path, adapter: Path | None, **settings: Any) -> Any:
-    """TRL's SFTTrainer over a model whose towers are frozen."""
+def trl_run(
+    model: Path,
+    path: Path,
+    output: Path,
+    adapter: Path | None,
+    trained: str | None = None,
+    **settings: Any,
+) -> Any:
+    """TRL's SFTTrainer over the model that `frozen` gives."""
     trainer = SFTTrainer(
-        frozen(model, adapter),
+        frozen(model, adapter, trained),
         _arguments(SFTConfig, output, {**TRAINING, **settings}),
         train_dataset=with_pictures(path),
         processing_class=processor_of(model),
@@ -157,8 +166,9 @@ def test_a_resumed_run_under_another_plan_is_the_whole_run(
     family, models, rows, configured, tmp_path
 ):
     model, path = models(family), rows[False]
-    sections: dict[str, Any] = {"model": {"name_or_path": str(model)}, "layers": LAYERS}
-    sections |= {"data": {"train": str(path), "eval": str(path)}}
+    towers = family != "llava"
+    sections: dict[str, Any] = {"layers": LAYERS, "data": {"train": str(path), "eval": str(path)}}
+    sections["model"] = {"name_or_path": str(model), "train_towers": towers}
     sections["training"] = {**TRAINING, **SAVING, "eval_steps": 2, "bf16": family != "llava"}
     train(configured([2], "whole", **sections), debug=True)
     stop_after(configured([1, 3], "parts", **sections), 3)
