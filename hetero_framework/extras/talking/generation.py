@@ -16,10 +16,16 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config
 from hetero_framework.core.messages import Decoding
-from hetero_framework.engine.stage_api import StepInfo
-from hetero_framework.errors import ArchitectureError, HeteroError, PeerLostError, StoppedEarly
+from hetero_framework.engine.stage_api import StepInfo, Tensors
+from hetero_framework.errors import (
+    ArchitectureError,
+    DataError,
+    HeteroError,
+    PeerLostError,
+    StoppedEarly,
+)
 from hetero_framework.extras.talking.decoding import ShardCache
-from hetero_framework.extras.talking.prompts import Prompt, PromptReader, check_prompts, is_chat
+from hetero_framework.extras.talking.prompts import Prompt, PromptReader, check_prompts
 from hetero_framework.extras.talking.sampling import SampleRequest, SampleResult
 from hetero_framework.extras.talking.settings import SampleSettings
 from hetero_framework.extras.talking.text_generation import MOST_ROWS, TextGeneration
@@ -108,7 +114,8 @@ class Generator:
         """The samples of each prompt, drawn as for `choice`; see `sample`. A string that ended a
         text is not in it."""
         requests = [replace(choice, prompt=prompt.ids) for prompt in prompts]
-        found = self.sample(cluster, requests, step=step, take_token=take_token, restore=restore)
+        how: dict[str, Any] = {"step": step, "take_token": take_token, "restore": restore}
+        found = self.sample(cluster, requests, [prompt.seen for prompt in prompts], **how)
         return [
             Sample(prompt.text, self._shown(sample.tokens, choice.stop), len(sample.tokens))
             for prompt, result in zip(prompts, found, strict=True)
@@ -119,17 +126,21 @@ class Generator:
         self,
         cluster: Cluster,
         requests: Sequence[SampleRequest],
+        seen: Sequence[Tensors] = (),
         *,
         step: int = 0,
         take_token: TakeToken = lambda request, sample, token: None,
         restore: Callable[[], None] | None = None,
     ) -> list[SampleResult]:
         """The result of each request, between two steps. `take_token` is called once for each
-        token. `restore` restores the state of stages that are loaded again after a worker was lost;
-        without it such a loss is raised. Raises DataError for a request that cannot be served."""
+        token. `seen`: see TextGeneration. `restore` restores the state of stages that are loaded
+        again after a worker was lost; without it such a loss is raised. Raises DataError for a
+        request that cannot be served."""
         vocabulary = int(self._model_config.get_text_config().vocab_size)
         for request in requests:
             request.check(vocabulary, self.max_positions)
+        if any(seen) and not self.how.cached:
+            raise DataError(f"the model is shown no picture: it has no cache ({self.how.reason})")
         texts = TextGeneration(
             requests,
             max_positions=self.max_positions,
@@ -140,6 +151,7 @@ class Generator:
             rows=self._rows,
             decode=lambda ids: str(self._tokenizer.decode([*ids])),
             take_token=take_token,
+            seen=seen,
         )
         attempts = count()
 
@@ -195,7 +207,7 @@ class Sampler:
             top_p=training.sample_top_p,
             seed=training.seed,
         )
-        reader = PromptReader(tokenizer, config.data, chat=is_chat(config, tokenizer))
+        reader = PromptReader.of(config, tokenizer)
         self._prompts = reader.read(training.sample_prompts, config.base_dir, PROMPTS)
         generator = self._generator(config)
         check_prompts(self._prompts, generator.max_positions, PROMPTS)

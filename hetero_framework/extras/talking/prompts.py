@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_framework.config import Config, DataConfig
+from hetero_framework.config.objectives import shows_pictures
+from hetero_framework.data.batches import MicroBatch
 from hetero_framework.data.conversations import CONVERSATION_FIELDS, Message, check_media
-from hetero_framework.data.formats import Formatter, alpaca_prompt, parts, string_field
-from hetero_framework.data.kinds import formatter_for
+from hetero_framework.data.formats import alpaca_prompt, parts, string_field
+from hetero_framework.data.kinds import TEXT, ExampleKind, formatter_for, kind_of
 from hetero_framework.data.sources import Record, find_sources, listed, read_file
 from hetero_framework.data.splits import SplitReader
 from hetero_framework.errors import DataError
@@ -29,21 +31,37 @@ class Prompt:
 
     text: str
     ids: tuple[int, ...]
+    seen: MicroBatch = field(default_factory=dict)
+    """What the model gets of pictures in it, beside the ids."""
 
 
 class PromptReader:
     """Makes prompts of records. With `chat` a plain text is what a user says, else it is continued
-    as it stands."""
+    as it stands. `sees`: the kind of examples with pictures, and what is beside them."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, data: DataConfig | None, *, chat: bool
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig | None,
+        *,
+        chat: bool,
+        sees: tuple[ExampleKind, Any] | None = None,
     ) -> None:
-        self._tokenizer, self._chat = tokenizer, chat
+        self._tokenizer, self.is_chat, self._sees = tokenizer, chat, sees is not None
         self._field = data.dataset_text_field if data is not None else "text"
         template = data.chat_template_kwargs if data is not None else None
         # Options of the data that are about the loss have no part here.
-        options = DataConfig(train="-", chat_template_kwargs=template)
-        self._formatter = Formatter("messages", tokenizer, options)
+        options = DataConfig(train="-", format="messages", chat_template_kwargs=template)
+        kind, *beside = sees or (TEXT,)
+        self._formatter: Any = kind.formatter(Record("", {}), tokenizer, options, *beside)
+
+    @classmethod
+    def of(cls, config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptReader:
+        """The reader for the model of a configuration."""
+        sees, chat = None, is_chat(config, tokenizer)
+        if shows_pictures(name := config.training.data_kind) and (beside := kind_of(name).beside):
+            sees = kind_of(name), beside(config, tokenizer)
+        return cls(tokenizer, config.data, chat=chat, sees=sees)
 
     def read(self, given: Given, base_dir: Path, setting: str) -> list[Prompt]:
         """The prompts of a file (its lines or records), or of a list. Raises DataError for an entry
@@ -67,6 +85,8 @@ class PromptReader:
     def __call__(self, record: Record) -> Prompt:
         fields = {name: value for name, value in record.fields.items() if value is not None}
         record = Record(record.where, fields)
+        if self._sees:
+            record = self._formatter.see(record)
         for name in ("prompt", *_CHATS):
             if isinstance(fields.get(name), list):
                 _refuse_lost(record, name, *CONVERSATION_FIELDS)
@@ -79,18 +99,24 @@ class PromptReader:
             shown = listed(fields)
             raise DataError(f"{record.where}: no prompt among its fields: {shown}", hint=_HINT)
         text = string_field(record, named[0])
-        _refuse_lost(record, "prompt", self._field, *CONVERSATION_FIELDS * self._chat)
-        if not self._chat:
+        _refuse_lost(record, "prompt", self._field, *CONVERSATION_FIELDS * self.is_chat)
+        if not self.is_chat:
             return self._plain(text, text)
         beside = {name: fields[name] for name in CONVERSATION_FIELDS if name in fields}
         said = {"prompt": [{"role": "user", "content": text}], **beside}
         return self._conversation(Record(record.where, said), "prompt")
 
-    def prompt_of(self, messages: Sequence[Message]) -> Prompt:
-        """The prompt for the next message of a conversation; without a template its last text."""
-        if not self._chat:
+    def prompt_of(self, messages: Sequence[Message], pictures: Sequence[str] = ()) -> Prompt:
+        """The prompt for the next message of a conversation with these files of pictures; without a
+        template its last text. Raises DataError for pictures that cannot be shown."""
+        if pictures and not (self._sees and self.is_chat):
+            why = "has no chat template" if self._sees else "was not trained with any"
+            hint = "--set training.objective=image-text-to-text shows them to a model that sees"
+            raise DataError(f"the model is shown no picture: it {why}", hint=hint)
+        if not self.is_chat:
             return self._plain(messages[-1]["content"], messages[-1]["content"])
-        return self._conversation(Record("the conversation", {"prompt": [*messages]}), "prompt")
+        fields = {"prompt": [*messages], **({"images": [*pictures]} if pictures else {})}
+        return self(Record("the conversation", fields))
 
     def _conversation(self, record: Record, name: str) -> Prompt:
         """The prompt of a conversation, without the answers at its end."""
@@ -103,14 +129,22 @@ class PromptReader:
             raise DataError(f"{record.where}: {name} has only messages of the assistant")
         chat = replace(chat, messages=messages)
         ids = self._formatter.chat.ids(chat, generation_prompt=True)
-        return Prompt(str(messages[-1].get("content", "")), tuple(ids))
+        return self._prompt(str(messages[-1].get("content", "")), ids)
+
+    def _prompt(self, text: str, ids: Sequence[int]) -> Prompt:
+        if not self._sees:
+            return Prompt(text, tuple(ids))
+        shown = text.replace(self._formatter.mark, "").strip()
+        return Prompt(shown, tuple(ids), self._formatter.seen(ids))
 
     def _plain(self, text: str, shown: str) -> Prompt:
+        if self._sees:
+            text = self._formatter.chat.expanded(text)
         ids = self._tokenizer(text, verbose=False)["input_ids"]
         eos = self._tokenizer.eos_token_id
         if len(ids) > 1 and ids[-1] == eos and not text.endswith(str(self._tokenizer.eos_token)):
             ids = ids[:-1]  # the tokenizer ends each text
-        return Prompt(shown, tuple(ids))
+        return self._prompt(shown, ids)
 
 
 def _refuse_lost(record: Record, *used: str) -> None:

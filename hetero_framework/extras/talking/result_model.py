@@ -15,9 +15,10 @@ from hetero_framework.core.messages import SessionKind
 from hetero_framework.data.tokenizer import load_tokenizer
 from hetero_framework.errors import UserError
 from hetero_framework.extras.talking.generation import Generator, TakeToken
-from hetero_framework.extras.talking.prompts import Prompt, PromptReader, check_prompts, is_chat
+from hetero_framework.extras.talking.prompts import Prompt, PromptReader, check_prompts
 from hetero_framework.extras.talking.sampling import SampleRequest
 from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.language import first_layers
 from hetero_framework.models.files.quantization import check_devices
 from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.library import quiet_libraries
@@ -48,7 +49,7 @@ class Talk:
         source = ModelSource.of(config)
         self._model_config = model = source.config
         self._structure = introspect(model)
-        config.plan.covers(self._structure.num_layers)
+        config.plan.covers(self._structure.num_layers, first_layers(config, model))
         check_devices(config, model, {})
         self._adapter = None
         if config.adapter is not None:
@@ -61,8 +62,8 @@ class Talk:
         self.generator = Generator(
             config, model, self.tokenizer, source.generation, most_tokens=_MOST_TOKENS
         )
-        self.is_chat = is_chat(config, self.tokenizer)
-        self.reader = PromptReader(self.tokenizer, config.data, chat=self.is_chat)
+        self.reader = PromptReader.of(config, self.tokenizer)
+        self.is_chat = self.reader.is_chat
 
     @contextmanager
     def loaded(

@@ -79,6 +79,7 @@ class TextGeneration:
         rows: Callable[[SampleRequest], int] = lambda request: MOST_ROWS,
         decode: Callable[[Sequence[int]], str] = lambda tokens: "",
         take_token: Callable[[int, int, int], None] = lambda request, sample, token: None,
+        seen: Sequence[Tensors] = (),
     ) -> None:
         """
         Args:
@@ -91,7 +92,9 @@ class TextGeneration:
             rows: The most texts of a group of this request.
             decode: The text of tokens, for strings that end a text.
             take_token: Called with the numbers of request and sample, and the next token.
+            seen: What the model gets of pictures in each prompt; needs `cached`.
         """
+        self._seen = seen or [{} for _ in requests]
         self._requests, self._ends = requests, frozenset(ends)
         self._vocabulary, self._cached = vocabulary, cached
         self._decode, self._take_token = decode, take_token
@@ -160,6 +163,12 @@ class TextGeneration:
             GROUP: torch.tensor([group.slot, *select]),
             DRAWS: torch.tensor(self._draws(group)),
         }
+        if not first:
+            batch |= self._seen[group.request]
+        elif (before := self._seen[group.request].get("position_ids")) is not None:
+            # A picture has more tokens than positions; all axes go on behind the largest.
+            following = batch["positions"] - before.shape[-1] + before.max() + 1
+            batch["position_ids"] = following.expand(*before.shape[:-2], *ids.shape)
         return {**batch, "labels": ids} if batch[DRAWS][3] else batch
 
     def take(self, outcome: Outcome) -> None:

@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hetero_framework.config import DataConfig, TrainingConfig
@@ -188,7 +189,7 @@ class PictureFormatter(Formatter):
     """Tokenises texts with pictures; the targets of an example are the number of its first picture
     and how many it has."""
 
-    renders, reads = PictureRenderer, PictureReader
+    renders, reads, mark = PictureRenderer, PictureReader, _MARK
 
     def __init__(
         self,
@@ -222,7 +223,8 @@ class PictureFormatter(Formatter):
     def targets(self, records: list[Record]) -> list[Sequence[float]]:
         return [*self._numbers]
 
-    def _shown(self, record: Record) -> list[Tokens]:
+    def see(self, record: Record) -> Record:
+        """Show the pictures of an example from now on. Returns the example without them."""
         first, fields = len(self._pictures), dict(record.fields)
         given = [picture for name in COLUMNS for picture in _listed(fields.pop(name, None))]
         tokens = [self._pictures.add(picture, record.where) for picture in given]
@@ -230,7 +232,17 @@ class PictureFormatter(Formatter):
         chat.show(self._pictures.placeholder, tokens, record.where)
         reader.pictures = len(given)
         self._numbers.append((first, len(given)))
-        rows = self.made(Record(record.where, fields))
+        return Record(record.where, fields)
+
+    def seen(self, ids: Sequence[int]) -> MicroBatch:
+        """The inputs of the model for the pictures that are shown, in a text of these tokens."""
+        first, count = self._numbers[-1]
+        ids_1S = torch.tensor([ids])
+        batch = {"input_ids": ids_1S, "attention_mask": torch.ones_like(ids_1S)}
+        return self._pictures.inputs([range(first, first + count)], batch) if count else {}
+
+    def _shown(self, record: Record) -> list[Tokens]:
+        rows = self.made(self.see(record))
         most = self.options.max_length
         if most is not None and any(self._pictures.cut_by(ids, most) for ids, _ in rows):
             raise DataError(

@@ -299,9 +299,9 @@ def pictures_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> PictureSt
     processor = _processor(source, tokenizer)
     store = partial(PictureStore, processor, source.config, config.base_dir)
     admit_pictures(source.config, processor, store)
-    assert config.data is not None
-    data, kind = PictureSettings.of(config.data), source.config.model_type
-    _set_sizes(processor.image_processor, data, kind)
+    if config.data is not None:
+        data, kind = PictureSettings.of(config.data), source.config.model_type
+        _set_sizes(processor.image_processor, data, kind)
     return store()
 
 

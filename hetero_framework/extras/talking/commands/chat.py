@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ EXAMPLES = """
     hetero chat
     hetero chat --local --temperature 0.7 --system "Answer in one sentence."
     hetero chat --base
+    hetero chat --image picture.png
     """
 
 
@@ -78,10 +80,14 @@ DECODING = (
     *ACCESS,
     IMPORT,
 )
-OPTIONS = (*DECODING, value("--system", "TEXT", "a system prompt"))
+OPTIONS = (
+    *DECODING,
+    value("--system", "TEXT", "a system prompt"),
+    repeated("--image", "FILE", "a picture in the first message; may be repeated"),
+)
 _HELP = (
-    "/save FILE writes the conversation as a line of training data, /reset begins anew, /help says"
-    " this, /exit ends; Ctrl-C ends an answer"
+    "/save FILE writes the conversation as a line of training data, /image FILE puts a picture into"
+    " the next message, /reset begins anew, /help says this, /exit ends; Ctrl-C ends an answer"
 )
 
 
@@ -136,9 +142,11 @@ def _ended_by_ctrl_c(pipeline: Any) -> Iterator[None]:
 
 def run(arguments: argparse.Namespace) -> None:
     talk, loaded = talk_of(arguments)
+    asked = _seen(talk, arguments.image)
     with loaded as cluster:
         system = [{"role": "system", "content": arguments.system}] if arguments.system else []
         messages, is_asked = list(system), sys.stdin.isatty()
+        pictures, new = list[str](), list(asked)  # of the conversation, and of its next message
         print(f"{_HELP}\n" if talk.is_chat else f"the model continues each line; {_HELP}\n")
         for number in range(sys.maxsize):
             try:
@@ -149,34 +157,57 @@ def run(arguments: argparse.Namespace) -> None:
             if word == "/exit":
                 return
             if word == "/reset":
-                messages = list(system)
+                messages, pictures, new = list(system), [], list(asked)
             elif word == "/save":
-                _save(messages, rest.strip())
+                _save(messages, pictures, rest.strip())
+            elif word == "/image":
+                try:
+                    new += _seen(talk, [rest.strip()])
+                except DataError as error:
+                    print(error.message)
             elif word == "/help":
                 print(_HELP)
             elif word.startswith("/") and "/" not in word[1:]:  # no path
                 print(f"there is no {word}; /help says what there is")
             elif line:
-                said = [*messages, {"role": "user", "content": line}]
+                said, shown = [*messages, _said(line, new)], pictures + new
                 choice = chosen(talk, arguments, seed=arguments.seed + number)
-                answer = _answer(talk, cluster, said, choice)
+                answer = _answer(talk, cluster, said, shown, choice)
                 if answer is not None:
                     messages = [*said, {"role": "assistant", "content": answer}]
+                    pictures, new = shown, []
 
 
-def _save(messages: list[dict[str, str]], file: str) -> None:
+def _said(line: str, pictures: list[str]) -> dict[str, Any]:
+    """A message of the user: pictures, then a text."""
+    parts = [*[{"type": "image"} for _ in pictures], {"type": "text", "text": line}]
+    return {"role": "user", "content": parts if pictures else line}
+
+
+def _seen(talk: Any, pictures: list[str]) -> list[str]:
+    """The whole paths of pictures. Raises DataError for one that cannot be shown."""
+    paths = [os.path.join(os.getcwd(), os.path.expanduser(picture)) for picture in pictures]
+    if paths:
+        talk.reader.prompt_of([_said("a try", paths)], paths)
+    return paths
+
+
+def _save(messages: list[dict[str, Any]], pictures: list[str], file: str) -> None:
     """Write the conversation to a file that is not there yet."""
     try:
         if not file or len(messages) < 2:
             raise UserError("/save FILE writes a conversation that has begun")
         refuse_output(path := Path(file).expanduser(), overwrite=False)
-        write_file(path, json.dumps({"messages": messages}, ensure_ascii=False).encode() + b"\n")
+        row = {"messages": messages, **({"images": pictures} if pictures else {})}
+        write_file(path, json.dumps(row, ensure_ascii=False).encode() + b"\n")
         print(f"wrote {path}")
     except (UserError, OSError) as error:
         print(getattr(error, "message", error))
 
 
-def _answer(talk: Any, cluster: Any, said: list[dict[str, str]], choice: Any) -> str | None:
+def _answer(
+    talk: Any, cluster: Any, said: list[dict[str, Any]], pictures: list[str], choice: Any
+) -> str | None:
     """Print the model's answer while it comes. Returns the answer, or None where there is none."""
     import torch
     from transformers import TextStreamer
@@ -188,7 +219,7 @@ def _answer(talk: Any, cluster: Any, said: list[dict[str, str]], choice: Any) ->
         streamer.put(torch.tensor([token]))
 
     try:
-        prompt = talk.reader.prompt_of(said)
+        prompt = talk.reader.prompt_of(said, pictures)
         talk.check([prompt])
         with _ended_by_ctrl_c(cluster.pipeline):
             talk.answer(cluster, [prompt], choice, show)
