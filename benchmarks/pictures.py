@@ -1,12 +1,15 @@
 """What pictures cost the coordinator: memory, and the time that steps wait for them.
 
-    python -m benchmarks.pictures [--rows 10000] [--steps 30] [--accumulate 8] [--seconds 1]
+    python -m benchmarks.pictures [--rows 10000] [--steps 30] [--batch 1] [--accumulate 8]
 
-Rows of one JPEG of 4 megapixels each, of 200, for a processor of 336 pixels, beside the same texts
-without pictures, each in a process of its own. A step sleeps for `--seconds`, as one does whose
-time passes on other devices. Prints one JSON object: of each way the seconds of reading, the peak
-memory in MiB after ten steps and at the end, and the seconds that steps wait: the first,
-the median, and the longest after the tenth.
+Rows of one JPEG of 4 megapixels each, for a processor of 336 pixels, beside the same texts without
+pictures, each in a process of its own. Each row names a file of its own, so that each is read and
+checked; the files are links to 200, since 10,000 would be 10 GB. A step sleeps for `--seconds`, as
+one does whose time passes on other devices. No step can be shorter than what its pictures take in
+two threads; so the default is half more than that, as measured before the first step. Prints one
+JSON object: of each way the seconds of reading and of a step, the peak memory in MiB after ten
+steps and at the end, and the seconds that steps wait: the first, the median, and the longest after
+the tenth.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--accumulate", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--seconds", type=float)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -42,7 +46,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         _make(Path(name), arguments.rows)
-        told = [a for k in ("steps", "accumulate", "seconds") for a in _option(arguments, k)]
+        names = ("steps", "batch", "accumulate", "seconds")
+        told = [a for k in names if getattr(arguments, k) for a in _option(arguments, k)]
         found = {way: _in_a_process(way, name, told) for way in WAYS}
     more = found["pictures"]["peak"] - found["texts"]["peak"]
     print(json.dumps({"rows": arguments.rows, **found, "more_mib": round(more, 1)}))
@@ -73,7 +78,10 @@ def _make(folder: Path, count: int) -> None:
     for way in WAYS:
         with (folder / f"{way}.jsonl").open("w") as file:
             for number in range(count):
-                images = {"images": [f"{number % FILES}.jpg"]} if way == "pictures" else {}
+                name = folder / f"{number}.jpg"
+                if not name.exists():
+                    name.hardlink_to(folder / f"{number % FILES}.jpg")
+                images = {"images": [name.name]} if way == "pictures" else {}
                 file.write(json.dumps({**images, "messages": texts}) + "\n")
     _make_model(folder / "model")
 
@@ -127,27 +135,39 @@ def _measured(arguments: argparse.Namespace) -> dict[str, float]:
         "data": {"train": str(folder / f"{way}.jsonl")},
         "training": {
             **{**sees, "gradient_accumulation_steps": arguments.accumulate},
-            "per_device_train_batch_size": 1,
+            "per_device_train_batch_size": arguments.batch,
         },
     }
     config = Config.from_dict(raw, folder)
     begun = time.perf_counter()
     data = load_data(config, load_tokenizer(config))
     read, waits, early = time.perf_counter() - begun, [], 0.0
+    seconds = arguments.seconds or _long_enough(data, arguments.batch * arguments.accumulate)
     for step in range(arguments.steps):
         begun = time.perf_counter()
         assert data.step_batches(step)
         waits.append(time.perf_counter() - begun)
-        time.sleep(arguments.seconds)
+        time.sleep(seconds)
         early = early or (_peak() if step == 9 else 0.0)
     data.close()
     told = {"first": waits[0], "median": statistics.median(waits), "longest": max(waits[10:])}
     return {
         "read_seconds": round(read, 1),
+        "step_seconds": round(seconds, 2),
         "peak_of_ten": early,
         "peak": _peak(),
         **{f"{name}_wait": round(seconds, 4) for name, seconds in told.items()},
     }
+
+
+def _long_enough(data: Any, pictures: int) -> float:
+    """Half more than the seconds that two threads take for the pictures of a step."""
+    took = []
+    for row in range(8):
+        begun = time.perf_counter()
+        data.micro_batch([row])
+        took.append(time.perf_counter() - begun)
+    return 1.5 * pictures * statistics.median(took) / 2
 
 
 def _peak() -> float:

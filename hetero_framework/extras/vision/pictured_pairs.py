@@ -6,7 +6,7 @@ The pictures of a prompt are shown twice: a pair's chosen and rejected row each 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from hetero_framework.data.sources import Record
 from hetero_framework.extras.preferences.pairs import (
     AnswerRows,
     PairFormatter,
-    answer_rows,
     collate_answers,
     with_prompt,
 )
@@ -47,30 +46,44 @@ class PicturedPairFormatter(PictureFormatter, PairFormatter):
         return [([*asked, *ids], [False] * len(asked) + [True] * len(ids)) for ids in answers]
 
 
+@dataclass(frozen=True)
+class PicturedAnswers(AnswerRows):
+    """Pairs whose rows have pictures."""
+
+    rows: PicturedRows
+
+    def shown(self, indices: Sequence[int] | np.ndarray) -> list[range]:
+        """The numbers of the pictures of each row of a micro-batch."""
+        return [self.rows.numbers(int(index)) for index in indices] * self.each
+
+    def soon(self, batches: Sequence[np.ndarray]) -> None:
+        """Prepare the pictures of these micro-batches ahead of time, and no others."""
+        self.rows.pictures.soon([*map(self.shown, batches)])
+
+    def close(self) -> None:
+        """Prepare no more."""
+        self.rows.close()
+
+
 def _kept(
     examples: Examples, data: DataConfig, training: TrainingConfig, pictures: PictureStore
-) -> AnswerRows:
-    return answer_rows(with_pictures(examples, data, training, pictures), data, training)
+) -> PicturedAnswers:
+    return PicturedAnswers(with_pictures(examples, data, training, pictures), training.data_kind)
 
 
 def collate_pictured(
-    pairs: AnswerRows,
+    pairs: PicturedAnswers,
     indices: Sequence[int] | np.ndarray,
     pad_token_id: int,
     multiple: int | None,
 ) -> MicroBatch:
     """`collate_answers`, and what the processor makes of the pictures of all rows."""
-    batch, rows = collate_answers(pairs, indices, pad_token_id, multiple), _rows(pairs)
-    numbers = [rows.numbers(int(index)) for index in indices] * pairs.each
-    return batch | rows.pictures.inputs(numbers, batch)
+    batch = collate_answers(pairs, indices, pad_token_id, multiple)
+    return batch | pairs.rows.pictures.inputs(pairs.shown(indices), batch)
 
 
-def _rows(pairs: AnswerRows) -> PicturedRows:
-    return cast(PicturedRows, pairs.rows)
-
-
-def _remarks(pairs: AnswerRows, training: TrainingConfig) -> Iterator[str]:
-    return counted(_rows(pairs), training)
+def _remarks(pairs: PicturedAnswers, training: TrainingConfig) -> Iterator[str]:
+    return counted(pairs.rows, training)
 
 
 PICTURED_PAIRS = ExampleKind(

@@ -16,6 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property, partial
 from io import BytesIO
 from itertools import chain
@@ -204,6 +205,7 @@ class PictureStore:
         wanted = dict.fromkeys((*rows,) for rows in batches if any(rows))
         for key in self._ahead.keys() - wanted.keys():
             self._ahead.pop(key).cancel()
+        _ = self._alone  # found before threads ask, since it takes the tokenizer
         for key in [key for key in wanted if key not in self._ahead]:
             self._ahead[key] = self._pool.submit(self._made, key)
 
@@ -224,16 +226,57 @@ class PictureStore:
 
     def _made(self, rows: Sequence[range]) -> MicroBatch:
         """The model's inputs for these pictures. Each thread of the pool has its own processor."""
-        decoded = {number: self.image(number) for number in chain.from_iterable(rows)}
-        images = [[decoded[number] for number in row] for row in rows]
-        text = [self.placeholder * len(row) for row in rows]
-        how = {"add_special_tokens": False, "padding": True, "return_tensors": "pt"}
-        found = getattr(self._own, "processor", self.processor)(images=images, text=text, **how)
-        return {PICTURES + name: found[name] for name in found.keys() - _OF_TEXT}
+        processor = getattr(self._own, "processor", self.processor)
+        return _processed(processor, self.image, rows, self._alone)
+
+    @cached_property
+    def _alone(self) -> bool | None:
+        """Whether the processor may see one picture after another (True) or one row after another
+        (False), so that fewer are decoded at once; None: it makes something else of all together.
+        Tried with rows of one, two and no pictures of several shapes."""
+        sizes = [(60, 44), (31, 90), (60, 44), (120, 37)]
+        tried = [Image.linear_gradient("L").resize(size).convert("RGB") for size in sizes]
+        rows = [range(2), range(2, 2), range(2, 3), range(3, 4)]
+        with quiet_library(), suppress(*LIBRARY_ERRORS):
+            see = partial(_processed, self.processor, tried.__getitem__, rows)
+            whole = see(None)
+            return next((way for way in (True, False) if _same(see(way), whole)), None)
+        return None
 
     def digest(self, number: int) -> bytes:
         """sha256 of the encoded picture with this number."""
         return self._digests[number]
+
+
+def _processed(
+    processor: Any, image: Callable[[int], Image.Image], rows: Sequence[range], alone: bool | None
+) -> MicroBatch:
+    """What a processor makes of these pictures. `alone` is `PictureStore._alone`."""
+    if alone is not None and sum(map(len, rows)) > 1:
+        seen = [range(k, k + 1) for k in chain.from_iterable(rows)] if alone else [*rows]
+        each = {one: _processed(processor, image, [one], None) for one in {*seen} if one}
+        some = next(iter(each.values()))
+        each[range(0)] = {name: tensor[:1, :0] for name, tensor in some.items()}
+        return {name: _joined([each[one][name] for one in seen]) for name in some}
+    decoded = {number: image(number) for number in chain.from_iterable(rows)}
+    images = [[decoded[number] for number in row] for row in rows]
+    text = [processor.image_token * len(row) for row in rows]
+    how = {"add_special_tokens": False, "padding": True, "return_tensors": "pt"}
+    made = processor(images=images, text=text, **how)
+    return {PICTURES + name: made[name] for name in made.keys() - _OF_TEXT}
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors along their first axis, filled with zeros where one is smaller in another."""
+    most = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    joined = parts[0].new_zeros(sum(map(len, parts)), *most)
+    for place, part in zip(joined.split([*map(len, parts)]), parts, strict=True):
+        place[(..., *map(slice, part.shape[1:]))] = part
+    return joined
+
+
+def _same(one: MicroBatch, other: MicroBatch) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in other)
 
 
 def _kinds_and_positions(config: PretrainedConfig) -> tuple[str, Callable[..., Any] | None]:

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import threading
+import weakref
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +35,8 @@ from tests.extras.vision.seeing import (
     save_gemma3,
     save_idefics3,
     save_llava,
+    save_llava_next,
+    save_pairs,
     save_qwen2_5_vl,
     save_qwen3_vl,
     save_rows,
@@ -378,15 +381,44 @@ def test_threads_read_the_bytes_of_a_table_at_once(llava, tmp_path):
     assert [image.width for image in found] == [*range(9, 29)] * 200
 
 
+@pytest.mark.parametrize(
+    ("save_model", "most"), [(save_llava, 1), (save_llava_next, 1), (save_idefics3, 2)]
+)
+def test_few_pictures_of_a_micro_batch_are_decoded_at_once(save_model, most, tmp_path, monkeypatch):
+    """One, or those of a row where the processor puts a row's pictures together."""
+    model, rows = save_model(tmp_path / "model"), save_rows(tmp_path / "rows")
+    data, decoded, kept, counts = data_of(model, rows), PictureStore.image, [], []
+
+    def image(store: PictureStore, number: int) -> Image.Image:
+        found = decoded(store, number)
+        kept.append(weakref.ref(found))
+        counts.append(sum(one() is not None for one in kept))
+        return found
+
+    given = [
+        [Image.open(path).convert("RGB") for path in json.loads(line)["images"]]
+        for line in rows.read_text().splitlines()
+    ]
+    processor = processor_of(model)
+    text = [processor.image_token * len(images) for images in given]
+    expected = processor(images=given, text=text, padding=True, return_tensors="pt")
+    monkeypatch.setattr(PictureStore, "image", image)
+    batch = data.micro_batch(np.arange(len(given)))
+    assert max(counts) == most
+    assert torch.equal(batch[f"{PICTURES}pixel_values"], expected["pixel_values"])
+
+
+@pytest.mark.parametrize("objective", ["image-text-to-text", "image-dpo"])
 def test_pictures_are_prepared_ahead_in_threads_that_end_with_the_data(
-    llava, tmp_path, monkeypatch
+    objective, llava, tmp_path, monkeypatch
 ):
-    path = save_rows(tmp_path / "rows")
-    training = {**TRAINING, "per_device_train_batch_size": 1}
+    path = (save_pairs if objective == "image-dpo" else save_rows)(tmp_path / "rows")
+    training = {**TRAINING, "objective": objective, "per_device_train_batch_size": 1}
     sections = {"model": {"name_or_path": str(llava)}, "data": {"train": str(path)}}
     config = config_for(("local", 4), training=training, **sections)
     plain, ahead = (load_data(config, load_tokenizer(config)) for _ in range(2))
-    names, decoded, watched = set(), PictureStore.image, id(ahead.examples.pictures)
+    store = getattr(ahead.examples, "rows", ahead.examples).pictures
+    names, decoded, watched = set(), PictureStore.image, id(store)
 
     def image(store: PictureStore, number: int) -> Image.Image:
         if id(store) == watched:
