@@ -284,6 +284,7 @@ class ModelConfig(Section):
     """Directory or hub name of the tokenizer when it is not with the model. Elsewhere:
     tokenizer_config, tokenizer_name, tokenizer_path, tokenizer_name_or_path."""
     _objective: str = PrivateAttr("sft")  # training.objective of the whole configuration
+    _has_towers: bool = PrivateAttr(False)
 
     def quantized(self, kind: Kind | None) -> ModelConfig:
         """This section with the weights held as `kind`."""
@@ -292,7 +293,7 @@ class ModelConfig(Section):
     def changed(self, **settings: Any) -> ModelConfig:
         """This section with other settings. Raises ValueError where these are not valid."""
         changed = type(self).model_validate({**self.model_dump(), **settings})
-        changed._objective = self._objective
+        changed._objective, changed._has_towers = self._objective, self._has_towers
         return changed
 
     def for_objective(self, objective: str) -> ModelConfig:
@@ -314,7 +315,13 @@ class ModelConfig(Section):
     @property
     def trained_towers(self) -> bool | tuple[str, ...]:
         """Whether modules that see are trained, or the names of those that are."""
-        return False
+        return self._has_towers
+
+    def with_towers(self) -> ModelConfig:
+        """This section for a model that modules that see are a part of."""
+        changed = self.changed()
+        changed._has_towers = True
+        return changed
 
     @property
     def source(self) -> str | None:

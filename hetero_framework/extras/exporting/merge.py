@@ -18,7 +18,7 @@ from hetero_framework.data.tokenizer import read_tokenizer
 from hetero_framework.errors import ConfigError, DataError, ModelError
 from hetero_framework.log import at_work
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
-from hetero_framework.models.adapters.lora import plan_saved_adapter
+from hetero_framework.models.adapters.lora import plan_saved_adapter, reaches_towers
 from hetero_framework.models.adapters.trainable import attach_adapter
 from hetero_framework.models.cut.family import head_for
 from hetero_framework.models.cut.introspect import introspect
@@ -67,6 +67,8 @@ def merge_adapter(
         beside = read_config(str(adapter_dir), None)
         if (head := head_for(task_of(beside))) is not None:
             settings = head.found(settings, beside)
+    if reaches_towers(ModelSource(settings, Path.cwd()).config, adapter_dir):
+        settings = settings.with_towers()
     source, warned = ModelSource(settings, Path.cwd()).held()
     for line in warned:
         _log.warning("%s", line)

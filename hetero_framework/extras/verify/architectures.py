@@ -15,8 +15,8 @@ from hetero_framework import registry
 from hetero_framework.config.objectives import Task, needs_of, shows_pictures
 from hetero_framework.core.files import write_file
 from hetero_framework.errors import ArchitectureError
-from hetero_framework.extras.verify.verification import EQUAL, Verified, verify_model
-from hetero_framework.models.cut.tiny import architecture_names
+from hetero_framework.extras.verify.verification import EQUAL, Verified, verify_model, with_pictures
+from hetero_framework.models.cut.tiny import architecture_names, multimodal_classes
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly
 from hetero_framework.models.verify.equivalence import STEPS, Verdict
 
@@ -51,6 +51,8 @@ def verify_all(
                 " --config` tries one of the model that a configuration names"
             )
             result = Verified(name, "refused", reason, task=task)
+        if task == "causal-lm":
+            result = replace(result, pictures=with_pictures(name))
         results.append(result)
         if progress is not None:
             progress(result)
@@ -86,6 +88,7 @@ def write_architectures(results: Sequence[Verified], path: Path) -> None:
         images=_objectives("image-classification"),
         equal_images=f"{len(equal_images)} of {len(images)}",
         passed_images=_names(equal_images),
+        seeing=seeing(results),
         equal=_names(equal),
         close=_rows("architecture | loss | gradients | weights after training | where", close),
         exact=sum(not r.half for r in passed),
@@ -104,6 +107,19 @@ def write_architectures(results: Sequence[Verified], path: Path) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, text.encode())
+
+
+def seeing(results: Sequence[Verified]) -> str:
+    """The section on pictures."""
+    names = {r.model_type for r in results}
+    again = {kind for name, kind in multimodal_classes().items() if name in names}
+    told = [r for r in results if r.pictures and r.model_type not in again]
+    found = {f"`{r.model_type}`": r.pictures.replace("|", "/") for r in told}
+    kinds = [text.partition(":")[0] for text in found.values()]
+    admitted, refused = (kinds.count(kind) for kind in ("admitted", "refused"))
+    counts = f"Of {len(kinds)} classes {admitted} are admitted and {refused} refused;"
+    rows = _rows("architecture | with pictures", dict(sorted(found.items())))
+    return f"{counts} {len(kinds) - admitted - refused} cannot be tried here.\n\n{rows}"
 
 
 def _differences(r: Verified) -> str:
@@ -188,6 +204,13 @@ With {images} {equal_images} pass. Logits, gradients and running means of one st
 with those of the class, dropout included.
 
 {passed_images}
+
+## With pictures
+
+A tiny copy of each class that takes pictures was shown one, in one piece and cut in two \
+([pictures.md](pictures.md)), by a processor of transformers' defaults, with what published \
+checkpoints set where the defaults do not fit each other. A refusal can mean that the defaults \
+still do not. `hetero verify --config` tries a model's own processor. {seeing}
 
 ## In bfloat16 autocast
 

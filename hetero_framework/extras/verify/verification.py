@@ -12,7 +12,9 @@ from hetero_framework import registry
 from hetero_framework.config import Config
 from hetero_framework.config.objectives import Task
 from hetero_framework.core.devices import open_device
-from hetero_framework.errors import ArchitectureError
+from hetero_framework.data.kinds import kind_of
+from hetero_framework.data.tokenizer import load_tokenizer
+from hetero_framework.errors import ArchitectureError, UserError
 from hetero_framework.models.cut.family import family_named
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, towers
@@ -36,12 +38,14 @@ EQUAL = "equal"
 class Verified(Comparison):
     """A comparison. `crossing` says what crosses beside the hidden state, if anything does.
     `towers` are the modules that text does not use. `processes` is EQUAL where real workers trained
-    as one process does, else the difference; empty where that was not tried."""
+    as one process does, else the difference; empty where that was not tried. `pictures` says what
+    a tiny copy did with one; empty for a class without pictures."""
 
     packing: Packing | None = None
     crossing: str = ""
     towers: tuple[str, ...] = ()
     processes: str = ""
+    pictures: str = ""
 
 
 def ranges_from_cuts(cuts: Sequence[int], layers: int) -> tuple[ShardRange, ...]:
@@ -98,6 +102,8 @@ def verify_model(
     starts = [rng.start for rng in ranges[1:]]
     crossing = tiny_crossing(introspect(model_config), starts)
     result = Verified(**vars(compared), crossing=crossing, towers=towers(model_config))
+    if result.towers and config is not None and config.model and config.model.name_or_path:
+        result = replace(result, pictures=_with_pictures(config))
     wanted = config is not None and config.data is not None and config.data.one_row
     is_asked = wanted or (config is None and task == "causal-lm")
     if not (result.passed and is_asked and registry.installed("packing")):
@@ -106,6 +112,22 @@ def verify_model(
     if wanted and packing.reason:
         result = replace(result, verdict="refused", reason=f"data.padding_free: {packing.reason}")
     return replace(result, packing=packing)
+
+
+def with_pictures(name: str) -> str:
+    """What a tiny copy of a class does with a picture, by a processor of its defaults."""
+    return registry.find("vision", "try")(name) if registry.installed("vision") else ""
+
+
+def _with_pictures(config: Config) -> str:
+    """What a tiny copy of the configured model does with a picture, by its own processor."""
+    if not (registry.installed("vision") and (beside := kind_of("pictured").beside)):
+        return ""
+    try:
+        beside(config, load_tokenizer(config))
+    except UserError as error:
+        return f"refused: {error.message}"
+    return "admitted"
 
 
 def _fits(config: PretrainedConfig) -> bool:

@@ -42,7 +42,7 @@ class TowerSettings(ModelConfig):
 
     @property
     def trained_towers(self) -> bool | tuple[str, ...]:
-        return self.train_towers or False
+        return self.train_towers or super().trained_towers
 
 
 def disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:

@@ -101,6 +101,15 @@ def plan_saved_adapter(model_config: PretrainedConfig, folder: Path) -> AdapterP
     return _plan(model_config, *_saved_config(folder, None))
 
 
+def reaches_towers(model_config: PretrainedConfig, folder: Path) -> bool:
+    """Whether an adapter directory holds tensors of the model's towers."""
+    gone, weights = all_towers(model_config), folder / ADAPTER_WEIGHTS
+    if not (gone and weights.is_file()):
+        return False
+    with _open(weights) as file:
+        return any(lies_in(k.removeprefix(PEFT_PREFIX), gone) for k in file.keys())  # noqa: SIM118
+
+
 def explicit_settings(adapter: AdapterConfig, plan: AdapterPlan) -> AdapterConfig:
     """`adapter` with the settings of `init_from` written out, for machines without that file."""
     if plan.weights is None:

@@ -130,7 +130,9 @@ def tower_lines(config: PretrainedConfig, *, sees: bool = False) -> list[str]:
         return []
     names = ", ".join(gone)
     if trains_towers(config):
-        return [f"the first stage has {names}, and model.train_towers has them trained"]
+        which = getattr(config, _TRAINED)
+        trained = "all" if which is True else ", ".join(which)
+        return [f"the first stage has {names}; to be trained of them: {trained}"]
     if sees:
         return [f"the first stage has {names}: frozen, and the same in the result"]
     return [f"text does not use {names}: neither loaded nor sent, and the same in the result"]

@@ -303,8 +303,15 @@ def architecture_names(task: Task = "causal-lm") -> list[str]:
 
 
 def tiny_config(name: str, task: Task = "causal-lm") -> PretrainedConfig:
-    """A tiny configuration of an architecture, or of a multimodal class. Raises ArchitectureError
-    for an unknown name, and for an architecture without a class for the task."""
+    """A tiny configuration of an architecture, or of a multimodal class. Raises as
+    `short_config`."""
+    return config_for(shrink(short_config(name, task)), task)
+
+
+def short_config(name: str, task: Task = "causal-lm") -> PretrainedConfig:
+    """The default configuration of an architecture, or of a multimodal class, with few layers.
+    Raises ArchitectureError for an unknown name, and for an architecture without a class for the
+    task."""
     model_type = multimodal_classes().get(name, name)
     if model_type not in CONFIG_MAPPING:
         raise ArchitectureError(
@@ -317,14 +324,13 @@ def tiny_config(name: str, task: Task = "causal-lm") -> PretrainedConfig:
     default = cls(**extra)
     text = config_for(default, task)
     if text is not default and text.model_type in CONFIG_MAPPING:
-        return tiny_config(text.model_type, task)
+        return short_config(text.model_type, task)
     parts = {part: getattr(default, part, None) for part in default.sub_configs}
     kinds = {part: inner.model_type for part, inner in parts.items() if inner is not None}
     of_parts = {part: _DEFAULTS[kind] for part, kind in kinds.items() if kind in _DEFAULTS}
     settings = _merged(of_parts, extra)
     counts = _layer_counts(default.to_dict())
-    whole = config_for(cls(**_merged(counts, settings)), task)
-    return config_for(shrink(whole), task)
+    return config_for(cls(**_merged(counts, settings)), task)
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -60,9 +60,9 @@ def test_table_lists_every_result_with_its_reason(tmp_path):
         Verified("zeta", "bit-equal", packing=Packing("per_sample")),
         Verified("iota", "bit-equal", packing=Packing(None)),
         Verified("theta", "bit-equal", packing=Packing(None, "samples meet")),
-        Verified("eta", "bit-equal", half="differs by 1"),
+        Verified("eta", "bit-equal", half="differs by 1", pictures="admitted"),
         Verified("beta", "within tolerance", "most in x", weight_difference=2e-6),
-        Verified("alpha", "refused", "Layer 1 receives a | b"),
+        Verified("alpha", "refused", "Layer 1 receives a | b", pictures="refused: a | b"),
         Verified("zeta", "bit-equal", half="differs by 2", task="sequence-classification"),
         Verified("iota", "bit-equal", task="sequence-classification"),
         Verified("kappa", "refused", "no blocks", task="sequence-classification"),
@@ -80,6 +80,8 @@ def test_table_lists_every_result_with_its_reason(tmp_path):
     assert "by itself:\n\n`zeta`\n" in text
     assert "one long sample:\n\n`iota`\n" in text
     assert "| `beta` | 0.0e+00 | 0.0e+00 | 2.0e-06 | most in x |" in text
+    assert "Of 2 classes 1 are admitted and 1 refused; 0 cannot be tried here." in text
+    assert "| `alpha` | refused: a / b |\n| `eta` | admitted |" in text
     assert "| `alpha` | Layer 1 receives a / b |" in text
     assert "2 of 3 architectures are bit-equal with `reward`, `classification`." in text
     assert "| bit-equal | bit-equal | no class | `iota`, `zeta` |" in text

@@ -10,6 +10,8 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
 from hetero_framework.errors import ConfigError
+from hetero_framework.extras.exporting.merge import merge_adapter
+from hetero_framework.models.files.export import OutputDirectory
 from hetero_framework.trainer.setup import prepare
 from tests.cases import seldom
 from tests.extras.vision.seeing import FAMILIES, LAYERS, save_llava, save_rows
@@ -112,6 +114,19 @@ def test_what_no_module_or_adapter_can_mean_is_refused(models, rows, tmp_path):
     start = save_adapter(model, tmp_path, target_modules="all-linear")
     with pytest.raises(ConfigError, match=r'a run with "model\.train_towers": true reads'):
         prepared(model, rows, False, adapter={"init_from": str(start)})
+
+
+@pytest.mark.parametrize("family", seldom(["llava", "qwen2_5_vl"], "llava"))
+def test_a_merged_adapter_is_what_peft_makes_of_it(family, models, tmp_path):
+    model, merged = models(family), tmp_path / "merged"
+    adapter = save_adapter(model, tmp_path / "adapter", target_modules="all-linear")
+    merge_adapter(adapter, str(model), OutputDirectory(merged))
+    whole: Any = AutoModelForImageTextToText.from_pretrained(model)
+    expected = PeftModel.from_pretrained(whole, adapter).merge_and_unload()
+    found = AutoModelForImageTextToText.from_pretrained(merged).state_dict()
+    assert_same(found, expected.state_dict())
+    about = {path.name for path in model.glob("*processor_config.json")}
+    assert about <= {path.name for path in merged.iterdir()}
 
 
 def test_the_dropout_of_a_tower_is_that_of_one_process(rows, losses, tmp_path):

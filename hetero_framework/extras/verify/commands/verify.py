@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         config.require("model")
         preflight(config, data=False)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums in one order
-    from hetero_framework.extras.verify.verification import verify_model
+    from hetero_framework.extras.verify.verification import verify_model, with_pictures
 
     if arguments.all:
         from hetero_framework.extras.verify.architectures import verify_all, write_architectures
@@ -94,6 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     result = verify_model(
         config, model_type=arguments.model_type, task=needs.task, cuts=arguments.cuts
     )
+    if arguments.model_type and needs.task == "causal-lm":
+        result = replace(result, pictures=with_pictures(arguments.model_type))
     _print_result(result)
     return 0 if result.passed else UserError.exit_code
 
@@ -111,6 +114,8 @@ def _print_result(result: Any) -> None:
     half = f"in bfloat16 autocast {result.half}" if result.half and result.passed else ""
     beside = f"crosses: {result.crossing}" if result.crossing else ""
     processes = f"in three processes: {result.processes}" if result.processes else ""
+    seeing = f"with pictures: {result.pictures}" if result.pictures else ""
     unused = f"left out: {', '.join(result.towers)}" if result.towers else ""
-    parts = filter(None, (subject, cuts, numbers, result.reason, half, beside, processes, unused))
+    about = subject, cuts, numbers, result.reason, half, beside, processes, seeing, unused
+    parts = filter(None, about)
     print(printable("; ".join(parts)), flush=True)
