@@ -77,11 +77,13 @@ _MAX_STREAMS = 8
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt as people read it, and the text that the model put behind it."""
+    """A prompt as people read it, and the text that the model put behind it. `pictures` are small
+    copies of the prompt's pictures, as data URLs."""
 
     prompt: str
     text: str
     tokens: int
+    pictures: tuple[str, ...] = ()
 
 
 class PromptSampler(Protocol):

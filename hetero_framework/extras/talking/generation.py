@@ -117,7 +117,10 @@ class Generator:
         how: dict[str, Any] = {"step": step, "take_token": take_token, "restore": restore}
         found = self.sample(cluster, requests, [prompt.seen for prompt in prompts], **how)
         return [
-            Sample(prompt.text, self._shown(sample.tokens, choice.stop), len(sample.tokens))
+            Sample(
+                *(prompt.text, self._shown(sample.tokens, choice.stop), len(sample.tokens)),
+                pictures=prompt.pictures,
+            )
             for prompt, result in zip(prompts, found, strict=True)
             for sample in result.samples
         ]
@@ -256,7 +259,8 @@ class SamplesFile(Observer):
 
     def sampled(self, state: TrainState, samples: Sequence[Sample]) -> None:
         for sample in samples:
-            self._lines.write({"step": state.step, **asdict(sample)})
+            line = {name: value for name, value in asdict(sample).items() if value != ()}
+            self._lines.write({"step": state.step, **line})
 
 
 def admit_decoding(config: PretrainedConfig, ranges: Sequence[ShardRange]) -> Continuing:

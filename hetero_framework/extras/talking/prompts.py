@@ -33,6 +33,8 @@ class Prompt:
     ids: tuple[int, ...]
     seen: MicroBatch = field(default_factory=dict)
     """What the model gets of pictures in it, beside the ids."""
+    pictures: tuple[str, ...] = ()
+    """Small copies of its pictures, as data URLs."""
 
 
 class PromptReader:
@@ -135,7 +137,7 @@ class PromptReader:
         if not self._sees:
             return Prompt(text, tuple(ids))
         shown = text.replace(self._formatter.mark, "").strip()
-        return Prompt(shown, tuple(ids), self._formatter.seen(ids))
+        return Prompt(shown, tuple(ids), *self._formatter.seen(ids))
 
     def _plain(self, text: str, shown: str) -> Prompt:
         if self._sees:

@@ -24,7 +24,7 @@ class SampleSettings(TrainingConfig):
     )
     """Prompts that the model continues while it trains: a file of them (.txt, .json, .jsonl,
     .parquet), or a list of texts and of lists of messages. Where the data are conversations, a text
-    is what a user says."""
+    is what a user says. Records of a file may have pictures, as the data do."""
     sample_steps: Annotated[Steps, FREE, _SAMPLES] = 100
     """Steps from one sampling to the next; the last step is sampled too."""
     sample_max_new_tokens: Annotated[Tokens, FREE, _SAMPLES] = 64

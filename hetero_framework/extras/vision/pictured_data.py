@@ -234,12 +234,15 @@ class PictureFormatter(Formatter):
         self._numbers.append((first, len(given)))
         return Record(record.where, fields)
 
-    def seen(self, ids: Sequence[int]) -> MicroBatch:
-        """The inputs of the model for the pictures that are shown, in a text of these tokens."""
+    def seen(self, ids: Sequence[int]) -> tuple[MicroBatch, tuple[str, ...]]:
+        """The inputs of the model for the pictures that are shown, in a text of these tokens; and
+        small copies of them."""
         first, count = self._numbers[-1]
+        numbers = range(first, first + count)
         ids_1S = torch.tensor([ids])
         batch = {"input_ids": ids_1S, "attention_mask": torch.ones_like(ids_1S)}
-        return self._pictures.inputs([range(first, first + count)], batch) if count else {}
+        made = self._pictures.inputs([numbers], batch) if count else {}
+        return made, tuple(map(self._pictures.small, numbers))
 
     def _shown(self, record: Record) -> list[Tokens]:
         rows = self.made(self.see(record))

@@ -14,6 +14,7 @@ import re
 import tempfile
 import threading
 import warnings
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 # Pillow hands other formats to programs outside (EPS), or reads little else in them.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MOST = 1 << 24  # their numbers are kept among targets, as float32
+_SMALL = 96  # pixels of the longer side
 _THREADS = 2  # that prepare pictures; Pillow and numpy let other threads run meanwhile
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 _EDGES = {"image_min_pixels": "shortest_edge", "image_max_pixels": "longest_edge"}
@@ -242,6 +244,13 @@ class PictureStore:
             whole = see(None)
             return next((way for way in (True, False) if _same(see(way), whole)), None)
         return None
+
+    def small(self, number: int) -> str:
+        """A small copy of a picture for a page, as a data URL."""
+        copied, file = self.image(number).convert("RGB"), BytesIO()
+        copied.thumbnail((_SMALL, _SMALL))
+        copied.save(file, "JPEG")
+        return f"data:image/jpeg;base64,{b64encode(file.getvalue()).decode()}"
 
     def digest(self, number: int) -> bytes:
         """sha256 of the encoded picture with this number."""

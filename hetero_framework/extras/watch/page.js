@@ -111,7 +111,7 @@ class Run {
       this.saidBox, box('Machines', this.chain, this.others), this.flowBox, box('Events', this.happened)))
     this.list()
   }
-  clear() { Object.assign(this, { curves: new Curves(), events: [], samples: new Map(), hasNewSamples: true, away: new Map(), waits: new Set(), last: {}, end: '' }) }
+  clear() { Object.assign(this, { curves: new Curves(), events: [], samples: new Map(), pictures: new Map(), hasNewSamples: true, away: new Map(), waits: new Set(), last: {}, end: '' }) }
   later() { this.frame ||= requestAnimationFrame(() => { this.frame = 0; this.render() }) }
   lookAgain() { this.looking ||= requestAnimationFrame(() => { this.looking = 0; this.renderCurves() }) }
   async list() { // the earlier runs
@@ -168,12 +168,13 @@ class Run {
     else if (waits === 0) this.waits.delete(whom)
     else if (line.what in ENDS || line.what === 'plan changed') this.waits.clear()
   }
-  sample({ step, prompt, text }) { // texts by prompt, at each step; a prompt may be there twice
+  sample({ step, prompt, text, pictures = [] }) { // texts by prompt, at each step; a prompt may be there twice
     for (const later of [...this.samples.keys()].filter(other => other > step)) this.samples.delete(later)
     const texts = this.samples.get(step) ?? this.samples.set(step, new Map()).get(step)
     let key = String(prompt)
     while (texts.has(key)) key += '\0'
     texts.set(key, text)
+    this.pictures.set(key, [pictures].flat().filter(one => String(one).startsWith('data:image/')))
     if (this.samples.size > MOST_SAMPLED) this.samples.delete([...this.samples.keys()][1])
     this.hasNewSamples = true
   }
@@ -218,7 +219,7 @@ class Run {
     const prompts = new Set(columns.flatMap(step => [...this.samples.get(step)?.keys() ?? []]))
     this.said.replaceChildren(make('table', {},
       make('tr', {}, make('th', {}, 'prompt'), ...columns.map((step, k) => make('th', {}, k === 1 && between.length ? this.sampled : `step ${step}`))),
-      ...[...prompts].map(key => make('tr', {}, make('th', {}, key.replaceAll('\0', '')), ...columns.map(step =>
+      ...[...prompts].map(key => make('tr', {}, make('th', {}, ...this.pictures.get(key).map(src => make('img', { src, alt: 'picture' })), key.replaceAll('\0', '')), ...columns.map(step =>
         make('td', {}, this.samples.get(step).get(key) || dim(this.samples.get(step).has(key) ? '(empty)' : '–')))))))
   }
   renderMachines() {

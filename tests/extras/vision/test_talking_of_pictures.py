@@ -6,6 +6,7 @@ import io
 import json
 import random
 import zlib
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from transformers import AutoModelForImageTextToText
 
 from hetero_framework.cli import main
 from hetero_framework.extras.talking.result_model import Talk
+from hetero_framework.trainer.coordinator import train
 from tests.cases import seldom
-from tests.extras.vision.seeing import FAMILIES, LAYERS, encoded, picture, processor_of
+from tests.extras.vision.seeing import FAMILIES, LAYERS, encoded, picture, processor_of, save_rows
 from tests.integration.oracles import save_adapter
 from tests.samples import machines_here, read_jsonl
 
@@ -54,9 +56,13 @@ def tokens(monkeypatch):
     return answers
 
 
+def shown(file: str) -> Image.Image:
+    return Image.open(io.BytesIO(Path(file).read_bytes()))
+
+
 def generated(model: Any, processor: Any, messages: Any, files: list[str]) -> list[int]:
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
-    opened = [[Image.open(file) for file in files]]
+    opened = [[shown(file) for file in files]]
     inputs = processor(images=opened, text=[text], return_tensors="pt", add_special_tokens=False)
     how = {"max_new_tokens": MOST, "do_sample": False, "pad_token_id": 0, "eos_token_id": 4}
     return model.generate(**inputs, **how)[0, inputs["input_ids"].shape[1] :].tolist()
@@ -106,6 +112,30 @@ def test_chat_answers_as_generate_of_the_class_with_the_adapter(
         generated(merged, processor, [asked, answer, again], files),
     ]
     assert tokens == expected
+
+
+@pytest.mark.parametrize("family", seldom(["llava", "qwen3_vl"], "qwen3_vl"))
+def test_samples_of_a_run_have_pictures(family, models, files, configured, tmp_path, verdicts):
+    model, rows = models(family), tmp_path / "prompts.jsonl"
+    asked = {"role": "user", "content": parts("what is it ?", 2)}
+    rows.write_text(json.dumps({"images": files, "prompt": [asked]}) + "\n")
+    training = {"objective": "image-text-to-text", "max_steps": 2, "learning_rate": 1e-2}
+    training |= {"sample_prompts": str(rows), "sample_steps": 1, "sample_max_new_tokens": MOST}
+    data = {"train": str(save_rows(tmp_path / "rows"))}
+    sections = {"model": {"name_or_path": str(model)}, "data": data, "training": training}
+    for cuts in ([], [2]):
+        train(configured(cuts, f"run-{len(cuts)}", layers=LAYERS, **sections))
+    first, last = (read_jsonl(tmp_path / f"run-{k}" / "samples.jsonl") for k in range(2))
+    assert first == last
+    assert [line["prompt"] for line in last] == ["what is it ?"] * len(last)
+    small = [
+        Image.open(io.BytesIO(b64decode(each.partition(",")[2]))) for each in last[-1]["pictures"]
+    ]
+    assert [image.size for image in small] == [shown(file).size for file in files]
+    stock = AutoModelForImageTextToText.from_pretrained(tmp_path / "run-1" / "model")
+    found = generated(stock, processor_of(model), [asked], files)
+    assert last[-1]["text"] == processor_of(model).tokenizer.decode(found, skip_special_tokens=True)
+    assert last[-1]["tokens"] == len(found)
 
 
 def bomb(path: Path) -> None:

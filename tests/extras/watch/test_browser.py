@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import platform
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from hetero_framework.errors import StoppedEarly
 from hetero_framework.extras.watch.commands.watch import RunBeside
 from hetero_framework.extras.watch.page_server import PageServer
+from tests.extras.vision.seeing import encoded
 from tests.extras.watch.browser import PROGRAM, browsing
 from tests.extras.watch.pages import Client, Halting, steered
 from tests.extras.watch.test_page_server import Told
@@ -289,6 +292,17 @@ def test_samples_stand_side_by_side_by_step(browser, long):
         lines(long / "samples.jsonl", {"step": 50, "prompt": "new", "text": "said"})
         browser.await_text("said", "table")
         assert browser.value(cells)[1][1:] == ["(empty)", f"{HOSTILE} 20", "–"]
+
+
+def test_a_sample_has_small_copies_of_its_pictures(browser, run):
+    shown = f"data:image/png;base64,{b64encode(encoded(Image.new('RGB', (4, 4), 'red'))).decode()}"
+    told = {"step": 2, "prompt": "what is it", "text": "red"}
+    lines(run / "samples.jsonl", {**told, "pictures": [shown, "http://127.0.0.1/x.png", 7]})
+    with PageServer([RunBeside(str(run))]) as server:
+        browser.open(server.address)
+        browser.await_text("what is it", "table")
+        pictures = "[...document.querySelectorAll('img')].map(i => [i.src, i.naturalWidth])"
+        wait_until(lambda: browser.value(pictures) == [[shown, 4]])
 
 
 PURE = """

@@ -47,6 +47,8 @@ def run(arguments: argparse.Namespace) -> None:
     with loaded as cluster:
         samples = talk.answer(cluster, prompts, choice)
     lines = [asdict(s) | ({"sample": k % each} if each > 1 else {}) for k, s in enumerate(samples)]
+    for line in lines:
+        del line["pictures"]  # which the prompts name
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     write_file(output, text.encode())
     empty = sum(not sample.text.strip() for sample in samples)
