@@ -14,7 +14,7 @@ from trl.trainer.dpo_trainer import DataCollatorForVisionPreference
 from hetero_framework.data.batches import PICTURES
 from hetero_framework.data.examples import IGNORE_INDEX
 from hetero_framework.errors import DataError
-from tests.cases import seldom
+from tests.cases import seldom, spread
 from tests.extras.vision.seeing import FAMILIES, LAYERS, processor_of, save_pairs
 from tests.extras.vision.test_vision import data_of, frozen, with_pictures
 from tests.integration.oracles import _arguments, read_rows, save_adapter
@@ -34,8 +34,7 @@ def rows(tmp_path_factory):
     return save_pairs(tmp_path_factory.mktemp("pairs"))
 
 
-@pytest.mark.parametrize("texts", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "texts"), spread([*FAMILIES], [False, True]))
 def test_a_micro_batch_is_that_of_trls_collator(family, texts, models, rows, tmp_path):
     model = models(family)
     processor = processor_of(model)
@@ -90,7 +89,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", seldom([*CASES], "qwen2_5_vl lora", "gemma3 full", "gemma3 lora"))
+@pytest.mark.parametrize(
+    "case", seldom([*CASES], *CASES.keys() - {"qwen2_5_vl full", "llava towers"})
+)
 def test_losses_norms_and_rewards_are_trls_under_any_cut(case, models, rows, losses, tmp_path):
     family, _, how = case.partition(" ")
     model, training = models(family), {**TRAINING, **CASES[case]}

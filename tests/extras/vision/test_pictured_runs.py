@@ -46,7 +46,8 @@ def test_cuts_offloading_and_a_resume_change_no_bit(case, runs, verdicts):
     assert runs.try_neutral(objective, (*settings.split("+"),)) == "trained"
 
 
-@pytest.mark.parametrize("family", seldom([*CASES], "llava", "gemma3"))
+@pytest.mark.long
+@pytest.mark.parametrize("family", CASES)
 def test_workers_and_coordinators_killed_in_a_step_change_no_bit(
     family, models, tmp_path, monkeypatch
 ):
