@@ -76,7 +76,7 @@ class Entry:
                     if (values := getattr(examples, name)) is not None:
                         np.save(unfinished / f"{name}.npy", values)
                 (unfinished / "entry.json").write_text(json.dumps(entry), encoding="utf-8")
-                _make_room(self.path.parent)
+                make_room(self.path.parent)
                 os.rename(unfinished, self.path)  # fails where another process was first
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -128,12 +128,12 @@ def _version(library: str) -> str:
     return ""
 
 
-def _make_room(directory: Path) -> None:
-    """Delete the least recently used entries until they take at most MOST_BYTES."""
+def make_room(directory: Path, most: int = MOST_BYTES) -> None:
+    """Delete the least recently used entries until they take at most so many bytes."""
     entries = [path for path in directory.iterdir() if path.is_dir()]
     taken = 0
     for entry in sorted(entries, key=lambda path: path.stat().st_mtime, reverse=True):
         taken += sum(file.stat().st_size for file in entry.iterdir())
         is_new = entry.stat().st_mtime > time.time() - _ABANDONED_S
-        if taken > MOST_BYTES and not (entry.suffix == _UNFINISHED and is_new):
+        if taken > most and not (entry.suffix == _UNFINISHED and is_new):
             shutil.rmtree(entry, ignore_errors=True)

@@ -9,6 +9,7 @@ import torch
 
 from hetero_framework import registry
 from hetero_framework.config import Config, ModelConfig, StageSpec, TrainingConfig
+from hetero_framework.config.objectives import shows_pictures
 from hetero_framework.core import failpoints
 from hetero_framework.core.devices import Device
 from hetero_framework.core.messages import LoadedStage, Parameter
@@ -77,6 +78,8 @@ def load_stages(
                 failpoints.hit("load")
                 plan = plan or adapter_plan_of(config, shard.config)
                 attach_adapter(shard, plan, seed)
+                if rng.is_first and shows_pictures(model.needs.data):
+                    registry.find("shards", "seeing")(shard, config, device)
                 return shard
 
             if config.uses_host_memory(spec.index) and not device.one_memory:

@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 from hetero_framework.config import DataConfig, ModelConfig
 from hetero_framework.config.problems import Problem
-from hetero_framework.config.section import ON_CARD, Name, ReadIf, with_unit
+from hetero_framework.config.section import FREE, ON_CARD, Name, ReadIf, with_unit
 
 _SEES = ReadIf("training.objective=image-text-to-text|image-dpo")
 _Pixels = Annotated[int, with_unit("pixels", ge=1)]
@@ -18,6 +18,9 @@ _Pixels = Annotated[int, with_unit("pixels", ge=1)]
 class PictureSettings(DataConfig):
     """The data section with the sizes of pictures."""
 
+    cache_image_features: Annotated[bool, _SEES, FREE] = False
+    """Keep what the frozen part of the model that sees makes of a micro-batch's pictures on the
+    first stage's disk, for later epochs and runs in which they come together again."""
     image_max_pixels: Annotated[_Pixels | None, _SEES] = None
     """Pictures with more pixels are made smaller, so that they have fewer tokens; for models whose
     processor keeps a picture's shape. null: as the processor says. Elsewhere: max_pixels."""

@@ -401,6 +401,14 @@ class Shard:
             f"the hidden state is {shown_form(sizes, dtype)}, expected {rows} x {there} x {width}"
         )
 
+    def towers(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the towers, which are not parameters of the training."""
+        for name in self._whole.apart:
+            path, _, own = name.rpartition(".")
+            tower = getattr(self.model.get_submodule(path), own)
+            state = tower.state_dict() if isinstance(tower, nn.Module) else {"": tower}
+            yield from ((f"{name}.{inner}", tensor) for inner, tensor in state.items())
+
     @property
     def statistics(self) -> dict[str, Tensor]:
         """Tensors that training changes beside the weights, by name; the layers of language models

@@ -51,7 +51,7 @@ def test_cuts_offloading_and_a_resume_change_no_bit(case, runs, verdicts):
 def test_workers_and_coordinators_killed_in_a_step_change_no_bit(
     family, models, tmp_path, monkeypatch
 ):
-    """The run that goes on has another plan."""
+    """The run that goes on has another plan, and features that were kept before."""
     monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
     objective = CASES[family]
     training: dict[str, Any] = {**TRAINING, "objective": objective}
@@ -61,8 +61,10 @@ def test_workers_and_coordinators_killed_in_a_step_change_no_bit(
     data = {"train": str(rows), "eval": str(rows)}
 
     def run(name: str, *parts: Any) -> dict[str, Any]:
-        raw = {**machines_here(*parts, device=DEVICE), "data": data}
-        raw["model"] = {"name_or_path": str(models(family)), "train_towers": family != "llava"}
+        trains = family != "llava"
+        kept = {"cache_image_features": name == "killed" and not trains}
+        raw = {**machines_here(*parts, device=DEVICE), "data": {**data, **kept}}
+        raw["model"] = {"name_or_path": str(models(family)), "train_towers": trains}
         return {**raw, "training": {**training, "output_dir": str(tmp_path / name)}}
 
     train(Config.from_dict(run("whole", ("local", LAYERS))))
