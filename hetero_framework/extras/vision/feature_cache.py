@@ -115,7 +115,10 @@ def keep_features(shard: Shard, config: Config, device: Device) -> None:
     ]
     told = json.dumps(identity, default=str, sort_keys=True).encode()
     compute = weakly(model.get_image_features)
-    model.get_image_features = FeatureCache(compute, told, folder / "features")
+    try:
+        model.get_image_features = FeatureCache(compute, told, folder / "features")
+    except OSError as error:
+        _log.warning("%s: no features are kept: %s", _NAME, error.strerror or error)
 
 
 def _problem(about: Any, towers: Mapping[str, Tensor]) -> str | None:

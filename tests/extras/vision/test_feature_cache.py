@@ -142,3 +142,10 @@ def test_features_need_a_folder(run, monkeypatch):
     monkeypatch.setenv("HETERO_CACHE", "")
     with pytest.raises(UserError, match="HETERO_CACHE is empty"):
         run("llava", "run")
+
+
+def test_where_no_folder_can_be_made_the_run_goes_on(run, monkeypatch, capfd, tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "file"))
+    run("llava", "run")
+    assert "no features are kept: Not a directory" in "".join(capfd.readouterr())
