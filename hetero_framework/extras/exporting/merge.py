@@ -80,12 +80,7 @@ def merge_adapter(
             hint="give the full-precision model that the quantised one was made from",
         )
     plan = plan_saved_adapter(source.config, adapter_dir)
-    if plan.unmergeable:
-        raise ConfigError(
-            f"the adapter has biases of its own (lora_bias), and {plan.unmergeable} of its layers"
-            " have no bias to fold them into",
-            hint="use it beside its model, with PEFT or `hetero chat`",
-        )
+    _refuse_unmergeable(plan)
     untie = _adapts_a_tied_end(source.config, plan)
     out_config = copy.deepcopy(source.config)
     for part in (out_config, out_config.get_text_config()) if untie else ():
@@ -98,6 +93,15 @@ def merge_adapter(
     card = model_card(base_facts(source), out_config, adapter=False, lists=_LISTS)
     parts = _merged_layers(source, plan, untie)
     write_checkpoint(output, parts, out_config, generation, tokenizer, beside=others, card=card)
+
+
+def _refuse_unmergeable(plan: AdapterPlan) -> None:
+    if plan.unmergeable:
+        raise ConfigError(
+            f"the adapter has biases of its own (lora_bias), and {plan.unmergeable} of its layers"
+            " have no bias to fold them into",
+            hint="use it beside its model, with PEFT or `hetero chat`",
+        )
 
 
 def _adapts_a_tied_end(config: PretrainedConfig, plan: AdapterPlan) -> bool:

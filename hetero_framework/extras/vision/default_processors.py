@@ -25,14 +25,14 @@ from hetero_framework.extras.vision.pictures import PictureStore
 from hetero_framework.models.cut.tiny import multimodal_classes, short_config
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 
-# What published checkpoints set, where the defaults do not fit each other: of the configuration,
+# Values that fit each other, where the defaults do not: of the configuration,
 # its tower ("vision"), the image processor ("images") and the processor.
 _CLASS_TOKEN = {"num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
 _LARGE = {"vision": {"image_size": 384}}
 _TILES = {"vision": {"image_size": 364, "patch_size": 14}}
 _GRID = {**_CLASS_TOKEN, "vision": {"image_size": 336, "patch_size": 14}}
 _WHOLE = {"num_image_tokens": 729, "vision_feature_select_strategy": "full"}
-_PUBLISHED: dict[str, dict[str, Any]] = {
+_FITTING: dict[str, dict[str, Any]] = {
     "llava": _CLASS_TOKEN,
     **dict.fromkeys(("llava_next", "llava_next_video"), _GRID),
     "vipllava": {**_CLASS_TOKEN, "vision_feature_layer": [-2, -3]},
@@ -64,7 +64,7 @@ def try_pictures(name: str) -> str:
                 return ""
             if type(config) not in PROCESSOR_MAPPING:
                 return "cannot be tried here: transformers names no processor for it"
-            told = _PUBLISHED.get(config.model_type, {})
+            told = _FITTING.get(config.model_type, {})
             if getattr(config, "vision_config", 0) is None:
                 config.vision_config = config.sub_configs["vision_config"]()
             for field, value in told.get("vision", {}).items():

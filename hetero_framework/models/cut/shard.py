@@ -135,11 +135,10 @@ def build_shard(
     register_known_masks()
     device, dtype = torch.device(device), dtype or config_dtype(config)
     if (family := family_of(config)) is not None:
-        made: Shard = family.build(config, rng, dtype=dtype, device=device, seed=seed)
-        return made
-    trained = trains_towers(config)
+        return family.build(config, rng, dtype=dtype, device=device, seed=seed)  # type: ignore[no-any-return]
+    sees |= rng.is_first and trains_towers(config)
     with ONE_AT_A_TIME:
-        whole = skeleton_of(config).for_shard(config, sees or (rng.is_first and trained))
+        whole = skeleton_of(config).for_shard(config, sees)
         partition.check_cut(config, whole, rng)
         targets = [name for name in whole.targets(rng) if not kept.has(name, whole)]
         # A target is loaded from the source that it is tied to, which is then taken out.
