@@ -135,7 +135,8 @@ def build_shard(
     register_known_masks()
     device, dtype = torch.device(device), dtype or config_dtype(config)
     if (family := family_of(config)) is not None:
-        return family.build(config, rng, dtype=dtype, device=device, seed=seed)  # type: ignore[no-any-return]
+        made: Shard = family.build(config, rng, dtype=dtype, device=device, seed=seed)
+        return made
     sees |= rng.is_first and trains_towers(config)
     with ONE_AT_A_TIME:
         whole = skeleton_of(config).for_shard(config, sees)
