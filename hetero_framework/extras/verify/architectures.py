@@ -209,7 +209,8 @@ with those of the class, dropout included.
 
 A tiny copy of each class that takes pictures was shown one, in one piece and cut in two \
 ([pictures.md](pictures.md)), by a processor of transformers' defaults, with other sizes and \
-tokens where these do not fit each other. A refusal can mean that they still do not. `hetero verify --config` tries a model's own processor. {seeing}
+tokens where these do not fit each other. A refusal can mean that they still do not. \
+`hetero verify --config` tries a model's own processor. {seeing}
 
 ## In bfloat16 autocast
 

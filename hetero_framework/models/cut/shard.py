@@ -129,8 +129,7 @@ def build_shard(
     """Build a shard from a checkpoint, or (None) with random weights by the model's rules, from
     `seed` and each module's name. A classifier's head that a checkpoint lacks is random, too. On
     the device "meta" there are no weights. Modules `kept` of an earlier shard are taken as they
-    are. `dtype` None takes the configuration's. `sees`: with the model's towers. Raises ModelError
-    (files), ArchitectureError (a model that cannot be cut)."""
+    are. `sees`: with the model's towers. Raises ModelError for files, and ArchitectureError."""
     make_known(config._attn_implementation)
     register_known_masks()
     device, dtype = torch.device(device), dtype or config_dtype(config)
