@@ -25,7 +25,7 @@ from hetero_framework.errors import PeerLostError, ProtocolError
 from hetero_framework.models.cut.side import Bundle, Form, returning, shown_form
 
 _OF_ITS_SHAPE = ("attention_mask", "position_ids", "positions", "labels")
-"""Inputs whose first axes are rows and tokens."""
+"""Inputs whose first axes are rows and tokens; positions may have several axes in front."""
 _MOST_EARLY = 4
 """At most this many tensors are accepted from other workers before their step begins here; others
 wait. Tensors can be early since they come over another link than the news of the step."""
@@ -35,7 +35,8 @@ _Place = tuple[int, int]  # stage, micro-batch
 
 def rows_and_tokens(shapes: Mapping[str, Sequence[int]]) -> tuple[int, int] | None:
     """Rows and tokens of a micro-batch, from its inputs' shapes; None if no input has both."""
-    known = next((shapes[name] for name in _OF_ITS_SHAPE if name in shapes), ())
+    name = next((name for name in _OF_ITS_SHAPE if name in shapes), "")
+    known = shapes.get(name, ())[-2 if name == "position_ids" else 0 :]
     return (known[0], known[1]) if len(known) >= 2 else None
 
 

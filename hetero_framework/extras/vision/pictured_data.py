@@ -332,9 +332,9 @@ def counted(examples: PicturedRows, training: TrainingConfig) -> Iterator[str]:
     if examples.pictures.is_deep:
         yield "warning: some pictures have 16 bits a colour: what is above 255 is white in training"
     seen = np.add.reduceat(examples.pictures.marks(examples.ids), examples.offsets[:-1])
-    for what, tokens in (("", examples.lengths), ("of its pictures: ", seen)):
+    for whose, tokens in (("an example", examples.lengths), ("its pictures", seen)):
         least, mean, most = tokens.min(), tokens.mean(), tokens.max()
-        yield f"train: tokens of an example: {what}least {least:,}, mean {mean:,.0f}, most {most:,}"
+        yield f"train: tokens of {whose}: least {least:,}, mean {mean:,.0f}, most {most:,}"
 
 
 def collate_pictures(

@@ -208,8 +208,7 @@ def test_mixtures_and_held_out_rows_keep_their_pictures(llava, tmp_path):
     least, most = min(seen), max(seen)
     assert lines == [
         "train: 9 pictures, at most 2 in an example",
-        f"train: tokens of an example: of its pictures: least {least}, mean {sum(seen) / 9:.0f},"
-        f" most {most}",
+        f"train: tokens of its pictures: least {least}, mean {sum(seen) / 9:.0f}, most {most}",
     ]
     assert (least, most) == (0, 8)
     other = data_of(llava, path)

@@ -201,6 +201,7 @@ def test_readers_hear_of_steps_and_inputs_before_the_computing_thread():
 def test_size_of_a_micro_batch_is_that_of_its_first_known_input():
     assert rows_and_tokens({"input_ids": (5, 5), "labels": (2, 7)}) == (2, 7)
     assert rows_and_tokens({"labels": (2, 7), "attention_mask": (2, 8, 1)}) == (2, 8)
+    assert rows_and_tokens({"position_ids": (3, 2, 7), "positions": (2,)}) == (2, 7)
     assert rows_and_tokens({"input_ids": (5, 5)}) is None
     assert rows_and_tokens({"labels": (5,)}) is None
 
