@@ -239,8 +239,8 @@ class Sampler:
             raise
         except HeteroError as error:
             self._is_over = True
-            cluster.retrying(cluster.pipeline.abort)
             _log.warning("no samples any more, and the run goes on: %s", error.message)
+            cluster.retrying(cluster.pipeline.abort)  # may raise that a worker was lost
             return []
 
 
