@@ -54,6 +54,7 @@ class FeatureCache:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = {**{str(k): value for k, value in enumerate(args)}, **kwargs}
+        given.pop("num_items_in_batch", None)  # of the loss; some models hand it on
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         device = next(iter(tensors.values())).device
         others = sorted((name, repr(v)) for name, v in given.items() if name not in tensors)
