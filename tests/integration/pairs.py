@@ -263,6 +263,7 @@ class Runs:
         used = {stage["id"] for stage in plan}
         model = next((name for name in settings if name in MODELS), about.model)
         more_model = {"train_towers": True} if "towers" in settings else {}
+        data |= {"cache_image_features": True} if "features" in settings else {}
         output = self.folder / f"run-{next(self._numbers)}"
         return {
             "coordinator": {"ip": "127.0.0.1", "device": "cpu", "port": self.port},

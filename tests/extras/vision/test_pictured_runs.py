@@ -14,7 +14,7 @@ from tests.cases import seldom
 from tests.extras.preferences.test_preference_processes import trained_by_command
 from tests.extras.vision.seeing import LAYERS, save_pairs, save_rows
 from tests.faults.final_state import assert_same_run
-from tests.integration.pairs import Runs
+from tests.integration.pairs import OBJECTIVES, SETTINGS, Runs
 from tests.samples import DEVICE, machines_here
 
 pytestmark = pytest.mark.xdist_group("pool2")
@@ -44,6 +44,19 @@ def test_cuts_offloading_and_a_resume_change_no_bit(case, runs, verdicts):
     """`Runs` has the list of what else changes none."""
     objective, _, settings = case.partition(" ")
     assert runs.try_neutral(objective, (*settings.split("+"),)) == "trained"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("also", ["towers", "features"])
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name.startswith("image-")])
+def test_settings_of_pictures_are_trained_or_refused_beside_others(
+    also, objective, runs, verdicts, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HETERO_CACHE", str(tmp_path / "cache"))
+    told = {name: runs.try_pair(objective, (also, name)) for name in SETTINGS}
+    assert [said for said in told.items() if said[1].startswith("FAULT")] == []
+    print(*(f"{name}: {said}" for name, said in told.items() if said != "trained"), sep="\n")
+    assert "trained" in told.values()
 
 
 @pytest.mark.long
