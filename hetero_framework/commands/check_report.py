@@ -20,6 +20,7 @@ from hetero_framework.commands.options import role_here
 from hetero_framework.commands.preflight import raised
 from hetero_framework.config import Config, process_name
 from hetero_framework.core.fields import WorkerId
+from hetero_framework.data.batches import MicroBatch
 from hetero_framework.data.train_data import TrainData
 from hetero_framework.engine.schedule.tuner import assumed_profile
 from hetero_framework.engine.schedule.tuning import tune
@@ -65,6 +66,7 @@ class _Look:
     adapter: AdapterPlan | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     tokens: int | None = None  # of the longest row
+    pictures: MicroBatch | None = None
     decisions: Sequence[Decision] = ()
     facts: dict[WorkerId, MachineFacts] = field(default_factory=dict)  # of this machine
     notes: list[str] = field(default_factory=list)
@@ -160,6 +162,7 @@ def _as_a_run(config: Config) -> _Look:
         adapter=made.adapter_plan,
         tokenizer=made.tokenizer,
         tokens=made.data.settings.max_length or made.data.row_tokens,
+        pictures=made.data.pictures,
         decisions=decisions,
         notes=notes,
     )
@@ -181,9 +184,8 @@ def _memory(
     look.notes += host_memory_lines(look.config, one)
 
     def estimated(config: Config) -> list[StageMemory]:
-        found = estimate_memory(
-            config, model, in_flight=held, plan=look.adapter, tokens=look.tokens
-        )
+        how: Any = {"tokens": look.tokens, "pictures": look.pictures, "plan": look.adapter}
+        found = estimate_memory(config, model, in_flight=held, **how)
         return [m.placed(m.device, one_memory=m.stage.owner in one) for m in found]
 
     memory = estimated(look.config)

@@ -162,6 +162,15 @@ class TrainData:
         step, number = place
         return step, self.collate(self.examples, self.order.step_indices(step)[number])
 
+    @cached_property
+    def pictures(self) -> MicroBatch | None:
+        """What the model sees of a micro-batch of the training examples with the most tokens of
+        pictures, in rows of `row_tokens`; None for texts."""
+        if (find := getattr(self.examples, "most_seen", None)) is None:
+            return None
+        rows = find(self.order.training.per_device_train_batch_size)
+        return {**self._kind.collate(self.examples, rows, self.pad_token_id, self.row_tokens)}
+
     def eval_batches(self, name: str = "") -> LazyBatches:
         """All examples of an evaluation set in order; the last micro-batch may be smaller."""
         examples = self.eval_sets[name]

@@ -319,8 +319,8 @@ def _stage_memory(
     config: Config, model_config: PretrainedConfig, data: TrainData, plan: AdapterPlan | None
 ) -> list[StageMemory]:
     most = config.training.max_in_flight or default_max_in_flight(len(config.shard_plan))
-    tokens = data.row_tokens
-    return estimate_memory(config, model_config, max_in_flight=most, tokens=tokens, plan=plan)
+    how: Any = {"tokens": data.row_tokens, "pictures": data.pictures, "plan": plan}
+    return estimate_memory(config, model_config, max_in_flight=most, **how)
 
 
 def resolve_loss_chunk(resolved: Resolved, model_config: PretrainedConfig, tokens: int) -> Resolved:
@@ -469,9 +469,10 @@ def fit_devices(prepared: Prepared, facts: Facts) -> Prepared:
     optional = {s.index for s in config.plan.stages if config.checkpointing(s.index) == "auto"}
     if optional:
         changed = _checkpointing(resolved, dict.fromkeys(optional, True), "").config
-        model, tokens, plan = prepared.model_config, prepared.data.row_tokens, prepared.adapter_plan
-        in_flight = [m.in_flight for m in memory]
-        estimated = estimate_memory(changed, model, tokens=tokens, plan=plan, in_flight=in_flight)
+        data, plan = prepared.data, prepared.adapter_plan
+        how: Any = {"tokens": data.row_tokens, "pictures": data.pictures, "plan": plan}
+        how["in_flight"] = [m.in_flight for m in memory]
+        estimated = estimate_memory(changed, prepared.model_config, **how)
         recomputing = placed(estimated)
         chosen = recompute_stages(memory, recomputing, optional, devices)
         stages = f"stage{'s' * (len(chosen) > 1)} {', '.join(map(str, sorted(chosen)))}"

@@ -273,6 +273,8 @@ class Fleet:
             return 0.0
         sums = costs.recomputed_bytes if part.recompute else costs.kept_bytes
         total = sums[part.end] - sums[part.start]
+        if part.start == part.device == 0:
+            total += costs.device.embedding_stored_bytes
         if part.recompute and costs.largest_input:
             total += self._inputs_here(part) * costs.largest_input
         return total

@@ -338,7 +338,7 @@ def profile_of(
             **bytes_of_parts(memory[id], micro_batches, one_memory=id not in host),
             "activation_bytes_per_layer": cost.of_layers("kept_bytes"),
             "activation_bytes_recomputed": cost.of_layers("recomputed_bytes"),
-            "reserved_bytes": max(part.working for part in memory[id][:-1]),
+            "reserved_bytes": max(part.working for part in memory[id][1:-1]),
             "machine": machine_of(config, config.machine(id)),
             **({"host_bytes": host[id][0], **asdict(host[id][1])} if id in host else {}),
         }

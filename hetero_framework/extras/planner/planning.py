@@ -41,7 +41,7 @@ _INT8 = 0.52  # of a 16-bit type's bytes: half, and a scale of 2 bytes for each 
 _HALVED = (
     *("layer_forward_s", "layer_backward_s", "layer_recompute_s"),
     *("embedding_forward_s", "embedding_backward_s", "head_forward_s", "head_backward_s"),
-    *("activation_bytes_per_layer", "activation_bytes_recomputed"),
+    *("activation_bytes_per_layer", "activation_bytes_recomputed", "embedding_stored_bytes"),
 )
 
 

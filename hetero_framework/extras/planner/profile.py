@@ -81,6 +81,8 @@ class DeviceProfile(Section):
     """Weights, gradients and optimizer state of a layer."""
     embedding_bytes: Bytes = 0.0
     head_bytes: Bytes = 0.0
+    embedding_stored_bytes: Bytes = 0.0
+    """Bytes that the embedding, and what sees pictures, store of each micro-batch in flight."""
     activation_bytes_per_layer: BytesOfLayers = _NONE
     """Bytes that a layer stores of each micro-batch in flight."""
     activation_bytes_recomputed: BytesOfLayers = _NONE
@@ -195,11 +197,13 @@ def bytes_of_parts(
     away = [part.states if follow else part.host_states for part in (embedding, *layers, head)]
     trained = [p.kept if moves else p.weights + p.gradients for p in layers]
     moved = [visit_bytes(p.weights, p.gradients, p.states * moves, micro_batches) for p in layers]
+    of_layers = max(part.working for part in layers)
     return {
         "layer_bytes": [part.kept for part in layers],
         "layer_frozen_bytes": trained if visits else [sum(part.frozen) for part in layers],
         "layer_step_bytes": [bytes_ * visits for bytes_ in moved],
-        "embedding_bytes": embedding.kept,
+        "embedding_bytes": embedding.kept + max(0, embedding.working - of_layers),
+        "embedding_stored_bytes": embedding.per_micro_batch,
         "head_bytes": head.kept + head.logits,
         "activation_bytes_per_layer": [part.per_micro_batch for part in layers],
         "layer_host_bytes": away[1:-1],

@@ -236,8 +236,8 @@ def _model_work(prepared: setup.Prepared) -> LayerWork:
 
 def _memory(prepared: setup.Prepared, owner: WorkerId) -> list[StageMemory]:
     layers = introspect(prepared.model_config).num_layers
-    config, tokens = prepared.config.held_by(owner), prepared.data.row_tokens
+    config, data = prepared.config.held_by(owner), prepared.data
     if config.training.gradient_checkpointing:  # "auto": wherever it is needed
         config = config.with_changes(training={"gradient_checkpointing": True})
-    plan = prepared.adapter_plan
-    return memory_of_parts(config, prepared.model_config, layers, plan, tokens)
+    about = (prepared.adapter_plan, data.row_tokens, data.pictures)
+    return memory_of_parts(config, prepared.model_config, layers, *about)

@@ -11,6 +11,7 @@ from typing import Any
 
 from hetero_framework.cluster.cluster import Cluster
 from hetero_framework.config import Config
+from hetero_framework.config.objectives import shows_pictures
 from hetero_framework.core.messages import SessionKind
 from hetero_framework.data.tokenizer import load_tokenizer
 from hetero_framework.errors import UserError
@@ -140,7 +141,12 @@ def with_result(config: Config, result: Path | None, *, base: bool, local: bool)
             hint="train first, name another folder with --result, or take --base",
         )
     elif is_adapter:
+        from hetero_framework.models.adapters.lora import reaches_towers
+
         raw["adapter"] = {"init_from": str(folder)}
+        sees = shows_pictures(config.training.data_kind)
+        if sees and reaches_towers(ModelSource.of(config).config, folder):
+            raw["model"]["train_towers"] = True
     else:
         raw["adapter"] = None
         raw["model"] |= {"name_or_path": str(folder), "revision": None, "from_config": None}

@@ -298,6 +298,16 @@ class PicturedRows(Examples):
         first, count = map(int, self.shown[index])
         return range(first, first + count)
 
+    @cached_property
+    def seen(self) -> np.ndarray:
+        """The tokens of the pictures of each row."""
+        return np.add.reduceat(self.pictures.marks(self.ids), self.offsets[:-1])
+
+    def most_seen(self, count: int) -> np.ndarray:
+        """The `count` examples with the most tokens of pictures."""
+        most = self.seen.reshape(len(self.shown), -1).max(axis=1)
+        return np.argsort(most, kind="stable")[-count:]
+
     def soon(self, batches: Sequence[np.ndarray]) -> None:
         """Prepare the pictures of these micro-batches ahead of time, and no others."""
         self.pictures.soon([[self.numbers(int(row)) for row in rows] for rows in batches])
@@ -331,8 +341,7 @@ def counted(examples: PicturedRows, training: TrainingConfig) -> Iterator[str]:
     yield f"train: {plural(counts.sum(), 'picture')}, at most {counts.max()} in an example"
     if examples.pictures.is_deep:
         yield "warning: some pictures have 16 bits a colour: what is above 255 is white in training"
-    seen = np.add.reduceat(examples.pictures.marks(examples.ids), examples.offsets[:-1])
-    for whose, tokens in (("an example", examples.lengths), ("its pictures", seen)):
+    for whose, tokens in (("an example", examples.lengths), ("its pictures", examples.seen)):
         least, mean, most = tokens.min(), tokens.mean(), tokens.max()
         yield f"train: tokens of {whose}: least {least:,}, mean {mean:,.0f}, most {most:,}"
 

@@ -56,6 +56,10 @@ class PicturedAnswers(AnswerRows):
         """The numbers of the pictures of each row of a micro-batch."""
         return [self.rows.numbers(int(index)) for index in indices] * self.each
 
+    def most_seen(self, count: int) -> np.ndarray:
+        """The `count` pairs with the most tokens of pictures."""
+        return self.rows.most_seen(count)
+
     def soon(self, batches: Sequence[np.ndarray]) -> None:
         """Prepare the pictures of these micro-batches ahead of time, and no others."""
         self.rows.pictures.soon([*map(self.shown, batches)])

@@ -35,7 +35,8 @@ from hetero_framework.config import Config
 from hetero_framework.config.strict_json import json_type
 from hetero_framework.data.batches import PICTURES, MicroBatch
 from hetero_framework.data.sources import shorten
-from hetero_framework.errors import ConfigError, DataError, ModelError, in_words
+from hetero_framework.data.tokenizer import load_tokenizer
+from hetero_framework.errors import ConfigError, DataError, HeteroError, ModelError, in_words
 from hetero_framework.extras.vision.admission import admit_pictures
 from hetero_framework.extras.vision.settings import PictureSettings
 from hetero_framework.models.cut.language import on_meta
@@ -355,6 +356,21 @@ def pictures_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> PictureSt
         data, kind = PictureSettings.of(config.data), source.config.model_type
         _set_sizes(processor.image_processor, data, kind)
     return store()
+
+
+def usual(config: Config, tokens: int) -> MicroBatch:
+    """What the model sees of a micro-batch with a picture of 1024 x 1024 pixels in each row of
+    `tokens` tokens; empty where there is no processor to tell."""
+    file = BytesIO()
+    Image.new("RGB", (1024, 1024)).save(file, "PNG")
+    with suppress(HeteroError):
+        store = pictures_of(config, load_tokenizer(config))
+        text = store.add({"bytes": file.getvalue()}, "a picture of usual size")
+        ids = store.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids_BS = torch.tensor([ids + [0] * (tokens - len(ids))] * config.training.train_rows)
+        batch = {"input_ids": ids_BS, "attention_mask": torch.ones_like(ids_BS)}
+        return batch | store.inputs([range(1)] * len(ids_BS), batch)
+    return {}
 
 
 def _set_sizes(images: Any, data: PictureSettings, kind: str) -> None:

@@ -310,7 +310,7 @@ class Shard:
         self, model: PreTrainedModel, config: PretrainedConfig, whole: Skeleton, rng: ShardRange
     ) -> None:
         self.model: Any = model
-        self._towers = set_apart(model, whole.apart)
+        self.tower_modules = set_apart(model, whole.apart)
         self.config = config
         self.range = rng
         self.on_enter: Callable[[str | int], None] | None = None
@@ -423,7 +423,7 @@ class Shard:
     def train(self, mode: bool = True) -> None:
         """Training mode (dropout, activation checkpointing) on or off."""
         self.model.train(mode)
-        for tower in self._towers:
+        for tower in self.tower_modules:
             tower.train(mode)
         for module in self.model.modules():
             # Outside training mode bitsandbytes repacks 4-bit weights for good on some CPUs, and

@@ -16,8 +16,10 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hetero_framework.data.batches import PICTURES, MicroBatch
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import attach_adapter
 from hetero_framework.models.cut.family import family_of
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 
 _MOST_CHUNKS = 4
 _UNMASKED = "unmasked"  # transformers makes no mask for an attention that it does not know
+_MOST_NUMBERS = 1 << 24
 _GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 _log = logging.getLogger(__name__)
 
@@ -79,7 +83,8 @@ class Footprint:
 @dataclass(frozen=True)
 class Setting:
     """Settings of footprints besides the part. `autocast` is the type of matrix products where it
-    is not the weights' type. A micro-batch has `rows` rows of `tokens` tokens."""
+    is not the weights' type. A micro-batch has `rows` rows of `tokens` tokens. `pictures` is one
+    with pictures, for the first part, which reads its whole numbers alone."""
 
     model: PretrainedConfig
     plan: AdapterPlan | None
@@ -88,10 +93,13 @@ class Setting:
     autocast: torch.dtype | None
     rows: int
     tokens: int
+    pictures: MicroBatch | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
+        seen = (self.pictures or {}).items()
         return (
+            *((n, t.shape, b"" if t.is_floating_point() else t.numpy().tobytes()) for n, t in seen),
             *(self.model.to_json_string(), self.model._attn_implementation),
             self.plan and self.plan.key,
             *(repr(vars(self.objective)), self.dtype, self.autocast, self.rows, self.tokens),
@@ -263,9 +271,14 @@ def _count(setting: Setting, rng: ShardRange, recompute: bool, train: bool) -> F
     if recompute:
         shard.recompute_blocks()
     incoming = () if rng.is_first else bundle_at(setting, rng.start)
-    with FakeTensorMode(), torch.random.fork_rng(devices=[]):
+    seen = setting.pictures or {}
+    with FakeTensorMode(allow_non_fake_inputs=bool(seen)), torch.random.fork_rng(devices=[]):
         weights = _without_data(shard)
         inputs = _inputs(setting)
+        for name, t in seen.items():
+            # A model that can read a mask may do without it.
+            is_fake = t.is_floating_point() or name == "attention_mask"
+            inputs[name] = torch.empty(t.shape, dtype=t.dtype) if is_fake else t
         received: Bundle = ()
         if not rng.is_first:
             received = crossing(_fakes(incoming))
@@ -281,7 +294,8 @@ def _run(
     received: Bundle,
     weights: list[Tensor],
 ) -> Footprint:
-    known = [*weights, *inputs.values(), *received]
+    seen = {n for n in inputs if n.startswith(PICTURES) and inputs[n].is_floating_point()}
+    known = [*weights, *(t for name, t in inputs.items() if name not in seen), *received]
     running: Callable[[], AbstractContextManager[Any]] = nullcontext
     if setting.autocast is not None:
         dtype = setting.autocast
@@ -289,7 +303,7 @@ def _run(
         def running() -> AbstractContextManager[Any]:
             return torch.autocast("cpu", dtype)
 
-    with PeakMemory(known) as peak:
+    with PeakMemory(known, reads=bool(setting.pictures)) as peak:
         if shard.range.is_last:
             loss, backward = setting.objective.loss, torch.Tensor.backward
             items = torch.ones(())
@@ -302,8 +316,11 @@ def _run(
                 entries.append(peak.made)
 
         shard.on_enter = entered
+        for name in seen:
+            peak.add(inputs[name].untyped_storage())
         with running():
             left = shard.forward(inputs, received)
+        inputs.clear()  # those of pictures are kept only where autograd does
         kept, forward = peak.now, peak.most - peak.now
         if not any(tensor.requires_grad for tensor in left):
             return Footprint(0, 0, peak.most, 0)
@@ -321,7 +338,8 @@ def _shard(setting: Setting, rng: ShardRange) -> Shard:
         AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
         model = copy.deepcopy(model)
         model._attn_implementation = _UNMASKED
-    shard = build_shard(model, None, rng, dtype=setting.dtype, device="meta")
+    sees = rng.is_first and bool(setting.pictures)
+    shard = build_shard(model, None, rng, dtype=setting.dtype, device="meta", sees=sees)
     plan = setting.plan
     attach_adapter(shard, replace(plan, weights=None) if plan is not None else None, 0)
     return shard
@@ -337,7 +355,7 @@ def _without_data(shard: Shard) -> list[Tensor]:
         made.append(torch.empty(tensor.shape, dtype=tensor.dtype))
         return made[-1]
 
-    for module in shard.model.modules():
+    for module in chain(*(part.modules() for part in (shard.model, *shard.tower_modules))):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if parameter not in parameters:
@@ -362,13 +380,31 @@ def _grouped_product(left: Tensor, right: Tensor, offs: Tensor, *_: object, **__
     return left.new_empty(shape if right.dim() == 3 else (len(offs), *shape))
 
 
+def _on_numbers(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """An operation in a FakeTensorMode. Few whole numbers that are made of such alone are computed:
+    towers read the sizes of pictures, and the places of their tokens."""
+    from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+    if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
+        return func(*args, **kwargs)
+    with suppress(*LIBRARY_ERRORS):
+        found = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        if any(t.is_floating_point() or t.numel() > _MOST_NUMBERS for t in made):
+            return found
+    with unset_fake_temporarily():
+        return func(*args, **kwargs)
+
+
 class PeakMemory(TorchDispatchMode):
     """Counts the bytes of tensors that are made within: the most at once (`most`), and now (`now`).
     Tensors on the meta device, `known` tensors, and views of known tensors do not count."""
 
-    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, known: Iterable[torch.Tensor] = (), *, reads: bool = False) -> None:
+        """`reads`: within a FakeTensorMode, what is made of numbers alone has numbers."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = self.made = 0
+        self._reads = reads
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._held: dict[int, tuple[int, int]] = {}  # bytes, and how many were made before
 
@@ -379,14 +415,17 @@ class PeakMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        has_data = func is not _GROUPED_PRODUCT or not hasattr(args[0], "fake_mode")
-        result = (func if has_data else _grouped_product)(*args, **(kwargs or {}))
+        if func is _GROUPED_PRODUCT and hasattr(args[0], "fake_mode"):
+            func = _grouped_product
+        elif self._reads:
+            func = partial(_on_numbers, func)
+        result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
-                self._add(tensor.untyped_storage())
+                self.add(tensor.untyped_storage())
         return result
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
+    def add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self._known and key not in self._held:
             self._held[key] = (storage.nbytes(), self.made)

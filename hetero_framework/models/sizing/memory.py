@@ -23,9 +23,11 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from hetero_framework import registry
 from hetero_framework.config import Config, Kind, ModelConfig, StageSpec
 from hetero_framework.config.objectives import shows_pictures
 from hetero_framework.core.buffers import size_class
+from hetero_framework.data.batches import MicroBatch
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
@@ -253,18 +255,21 @@ def estimate_memory(
     tokens: int | None = None,
     plan: AdapterPlan | None = None,
     in_flight: Sequence[int] | None = None,
+    pictures: MicroBatch | None = None,
 ) -> list[StageMemory]:
     """Memory of every stage of `config`; loads nothing. Raises as `plan_adapter`, `introspect`.
 
     `in_flight` are the micro-batches that each stage may store, by default `max_in_flight`, else
     the configuration's, else twice the stages. The last stage holds one, and no stage more than a
     step has. `tokens` is the longest sample (default: data.max_length). Checkpointing "auto" counts
-    as none.
+    as none. `pictures` are those of `Setting` (default: one of usual size in each row).
     """
     stages = config.plan.stages
     plan = plan or adapter_plan_of(config, model_config)
     if tokens is None:
         tokens = config.row_tokens
+    if pictures is None and shows_pictures(config.training.data_kind):
+        pictures = registry.find("vision", "usual")(config, tokens)
     if max_in_flight is None:
         max_in_flight = config.training.max_in_flight or 2 * len(stages)
     most = config.training.gradient_accumulation_steps
@@ -283,7 +288,8 @@ def estimate_memory(
         settings = config.shard_plan[spec.index].model_dump(exclude={"start", "end"})
         key = (str(settings), held, differentiates, shape.form(rng))
         if key not in known:
-            known[key] = _stage_memory(spec, shape, config, held, tokens, differentiates)
+            about = (spec, shape, config, held, tokens, differentiates, pictures)
+            known[key] = _stage_memory(*about)
         memory.append(known[key].at(spec))
     return memory
 
@@ -304,13 +310,15 @@ def memory_of_parts(
     layers: int,
     plan: AdapterPlan | None = None,
     tokens: int | None = None,
+    pictures: MicroBatch | None = None,
 ) -> list[StageMemory]:
     """Memory of the embedding, of each of the model's `layers` and of the head alone, one
-    micro-batch in flight. Raises as `estimate_memory`."""
+    micro-batch in flight. Arguments and errors as of `estimate_memory`."""
     bounds = [(0, 0), *((k, k + 1) for k in range(layers)), (layers, layers)]
     entries = [{"id": "local", "start": start, "end": end} for start, end in bounds]
     config = config.with_changes(shard_plan=entries)
-    return estimate_memory(config, model_config, max_in_flight=1, tokens=tokens, plan=plan)
+    how: Any = {"tokens": tokens, "plan": plan, "pictures": pictures}
+    return estimate_memory(config, model_config, max_in_flight=1, **how)
 
 
 def recomputing(config: Config) -> Config:
@@ -555,6 +563,7 @@ def _stage_memory(
     in_flight: int,
     tokens: int,
     differentiates: bool,
+    pictures: MicroBatch | None,
 ) -> StageMemory:
     training, skeleton, rng = config.training, shapes.skeleton, ShardRange.of(spec)
     device = (config.coordinator if spec.owner == "local" else config.worker(spec.owner)).device
@@ -574,7 +583,8 @@ def _stage_memory(
     here = {None, *range(rng.start, rng.end)}
     buffers = sum(n for name, n in shapes.buffers.items() if skeleton.layer_of(name) in here)
     towers = shapes.towers if rng.is_first and shows_pictures(training.data_kind) else 0
-    running = _running(spec, shapes, config, tokens, differentiates)
+    setting = replace(shapes.setting(config, tokens), pictures=pictures)
+    running = _running(spec, setting, shapes, config, differentiates)
     learns = trained if shapes.trains_everything else {}
     frozen = _by_layer(spec, shapes, {n: size for n, size in held.items() if n not in trained})
     learned = _by_layer(spec, shapes, {n: size for n, size in held.items() if n in learns})
@@ -673,17 +683,18 @@ class _Running:
 
 
 def _running(
-    spec: StageSpec, shapes: Shapes, config: Config, tokens: int, differentiates: bool
+    spec: StageSpec, setting: Setting, shapes: Shapes, config: Config, differentiates: bool
 ) -> _Running:
-    setting, kinds = shapes.setting(config, tokens), shapes.kinds
+    kinds, is_unknown = shapes.kinds, spec.is_first and setting.pictures == {}
     recompute = config.checkpointing(spec.index) is True
     parts: list[Footprint | None] = [embedding_footprint(setting)] if spec.is_first else []
+    setting = replace(setting, pictures=None)  # each layer is counted once
     parts += [
         layer_footprint(setting, kinds[k], recompute=recompute, train=differentiates)
         for k in range(spec.start, spec.end)
     ]
     head = head_footprint(setting) if spec.is_last else None
-    counted = None not in parts and not (spec.is_last and head is None)
+    counted = None not in parts and not is_unknown and not (spec.is_last and head is None)
     inner = [part for part in parts if part is not None]
     hidden = 0 if spec.is_first else bundle_bytes(setting, spec.start)
     shared = max((part.shared for part in inner), default=0)

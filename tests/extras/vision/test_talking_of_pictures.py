@@ -85,16 +85,15 @@ def parts(text: str, pictures: int) -> list[dict[str, str]]:
     return [*[{"type": "image"}] * pictures, {"type": "text", "text": text}]
 
 
+@pytest.mark.parametrize("towers", [False, True])
 @pytest.mark.parametrize("family", seldom([*FAMILIES], *FAMILIES.keys() - {"llava", "qwen2_5_vl"}))
 def test_chat_answers_as_generate_of_the_class_with_the_adapter(
-    family, models, files, tokens, tmp_path, monkeypatch, verdicts
+    family, towers, models, files, tokens, tmp_path, monkeypatch, verdicts
 ):
     model = models(family)
-    adapter = save_adapter(
-        *(model, tmp_path / "adapter"),
-        **{"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "exclude_modules": TOWERS},
-        lora_alpha=64,
-    )
+    how = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "exclude_modules": TOWERS}
+    how = {"target_modules": "all-linear"} if towers else how
+    adapter = save_adapter(*(model, tmp_path / "adapter"), **how, lora_alpha=64)
     said, words = tmp_path / "said.jsonl", ["--max-new-tokens", str(MOST), "--result", str(adapter)]
     lines = ["what is on the picture ?", f"/image {files[1]}", "red and green ?", f"/save {said}"]
     words += ["--image", files[0]]

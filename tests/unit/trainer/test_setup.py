@@ -96,7 +96,7 @@ def test_largest_frame_holds_any_boundary_and_any_tensor():
 
 def prepared(cfg: Config, tokens: int) -> Prepared:
     memory = estimate_memory(cfg, LLAMA, tokens=tokens)
-    data = SimpleNamespace(row_tokens=tokens)
+    data = SimpleNamespace(row_tokens=tokens, pictures=None)
     source = SimpleNamespace(config=LLAMA)
     return Prepared(Resolved.start(cfg), source, None, data, None, memory, 0, 0)  # type: ignore[arg-type]
 
@@ -146,7 +146,7 @@ def adapted(entries: tuple[dict[str, Any], ...], **training: Any) -> Prepared:
     )
     plan = adapter_plan_of(cfg, model)
     memory = estimate_memory(cfg, model, tokens=64, plan=plan)
-    data = SimpleNamespace(row_tokens=64)
+    data = SimpleNamespace(row_tokens=64, pictures=None)
     source = SimpleNamespace(config=model)
     return Prepared(Resolved.start(cfg), source, None, data, plan, memory, 0, 0)  # type: ignore[arg-type]
 

@@ -204,7 +204,7 @@ class LayerProgramme:
             free -= device.head_bytes
         if d == 0:
             spare_s -= self._embedding_s
-            free -= device.embedding_bytes
+            free -= device.embedding_bytes + held * device.embedding_stored_bytes
         slack = _ROUNDING * (1.0 + spare_s)
         if spare_s < -slack or free < 0:
             return None
