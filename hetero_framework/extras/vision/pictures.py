@@ -344,10 +344,10 @@ def pictures_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> PictureSt
             "model.from_config gives no processor, which pictures need",
             hint="name a checkpoint that has one in model.name_or_path",
         )
-    if source.form is not None or config.quantizes:
+    if source.form is not None:
         raise ModelError(
-            "pictures are not trained over quantised weights yet",
-            hint="take a checkpoint in full precision, without model.quantization",
+            f"pictures are not trained over weights stored as {source.form} yet",
+            hint='take a checkpoint in full precision, with model.quantization "nf4"',
         )
     processor = _processor(source, tokenizer)
     store = partial(PictureStore, processor, source.config, config.base_dir)

@@ -237,9 +237,13 @@ def test_other_objectives_models_and_settings_refuse_pictures_by_name(llava, tmp
     for setting in ("packing", "padding_free"):
         text = f"data.{setting} is for texts"
         assert text in said(llava, data={setting: True})
-    quantised = {"name_or_path": str(llava), "quantization": "nf4"}
-    text = said(llava, model=quantised, adapter={"target_modules": ["q_proj"]})
-    assert "not trained over quantised weights yet" in text
+    stored = tmp_path / "stored"
+    shutil.copytree(llava, stored)
+    about = json.loads((stored / "config.json").read_text())
+    about["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (stored / "config.json").write_text(json.dumps(about))
+    text = said(stored, adapter={"target_modules": ["q_proj"]})
+    assert "not trained over weights stored as fp8 yet" in text
     for name in ("processor_config.json", "tokenizer.json"):
         assert (llava / name).is_file()
     bare = tmp_path / "bare"
