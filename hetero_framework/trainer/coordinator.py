@@ -572,7 +572,7 @@ class Coordinator:
             # A checkpoint that callbacks asked for as training began is no observer's wish.
             asked, self._due.save, self._due.is_held = self._due.save, False, False
             self._observers.tell(Observer.between, self._state, self._due)
-            if self._due.save and self._replicas.saves:
+            if self._due.save and self._saves:
                 self.save()
             self._due.save = asked
             if not self._due.is_held:
@@ -661,7 +661,7 @@ class Coordinator:
         if due.sample:
             self.sample()
         due.sample = False
-        if due.save and self._replicas.saves:
+        if due.save and self._saves:
             self.save()
 
     def _leave_epoch(self) -> None:
@@ -919,8 +919,15 @@ class Coordinator:
         if error is not None and self._checkpoints.failures >= _MAX_FAILED_SAVES:
             raise errors.ResourceError(error.message, hint=self._rescued(error))
         self._due.save = False
-        if self._checkpoints.has(self._state):
+        if self._checkpoints.has(self._state) and self._replicas.saves:
             self._observers.tell(Observer.saved, self._state, self._due)
+
+    @property
+    def _saves(self) -> bool:
+        """Whether this process keeps a state that is to be saved. The best one becomes the result
+        of every replica, so each keeps its own."""
+        replicas, training = self._replicas, self._config.training
+        return replicas.saves or (replicas.agrees and training.load_best_model_at_end)
 
     def finish(self, lost: errors.PeerLostError | None = None) -> RunSummary:
         """Gather and write the result, and show the paths of all files. With a worker `lost` after

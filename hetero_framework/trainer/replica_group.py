@@ -39,8 +39,10 @@ class ReplicaGroup(Protocol):
 
     is_alone: bool = False
     """Whether this replica is the whole group."""
+    agrees: bool = True
+    """Whether all replicas have this replica's state."""
     saves: bool = True
-    """Whether this replica writes the checkpoints, and all replicas agree on its state."""
+    """Whether this replica writes the group's checkpoints, and `agrees`."""
 
     def ready(self, state: TrainState) -> TrainState:
         """The state that the next step begins with: `state`, unless this replica has taken over

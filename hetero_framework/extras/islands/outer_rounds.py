@@ -123,7 +123,12 @@ class OuterRounds(SummedSteps):
     @property
     def saves(self) -> bool:  # type: ignore[override]
         """Whether to save: only between rounds, when all islands have the same weights."""
-        return super().saves and (self._round is None or self._round.done == 0)
+        return super().saves and self.agrees
+
+    @property
+    def agrees(self) -> bool:  # type: ignore[override]
+        """Whether a round is over."""
+        return self._round is None or self._round.done == 0
 
     def _is_done(self, state: TrainState) -> bool:
         return super()._is_done(state) and not state.group.get("round")

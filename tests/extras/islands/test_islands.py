@@ -35,6 +35,7 @@ from hetero_framework.trainer.coordinator import Coordinator, train
 from tests.extras.islands.helpers import StandIn, outcomes, serving, train_islands
 from tests.installed import needs
 from tests.integration.test_parity import LORA, assert_same, weights
+from tests.integration.test_resume import evals
 from tests.pools import Notes, Pool, read_metrics
 from tests.samples import DEVICE, plan_of, save_llama, save_texts
 
@@ -108,6 +109,17 @@ def train_pair(
 def lines(output: Path, *keys: str) -> list[dict[str, Any]]:
     text = (output / "metrics.jsonl").read_text(encoding="utf-8")
     return [{key: step[key] for key in keys} for step in map(json.loads, text.splitlines())]
+
+
+def test_the_best_model_is_the_result_of_each_island(pool, settings, tmp_path):
+    """Too large steps make every later evaluation worse."""
+    settings["data"]["eval"] = settings["data"]["train"]
+    every = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    how = {**every, "load_best_model_at_end": True, "learning_rate": 3.0, "warmup_steps": 0}
+    train_pair(pool, tmp_path, [[], []], settings, training=how)
+    losses = [loss for _, loss, _ in evals(tmp_path / "a")]
+    assert min(losses) < losses[-1]
+    assert_same(weights(tmp_path / "a"), weights(tmp_path / "b"))
 
 
 def test_two_islands_of_any_plans_are_one_training(pool, settings, tmp_path, monkeypatch):
