@@ -745,8 +745,9 @@ class TrainingConfig(Section):
     objective: Annotated[Name, IDENTITY] = "sft"
     """The kind of training. "sft": the next token of texts, "image-text-to-text": of texts with
     pictures; "dpo", "orpo" and "cpo": the chosen answer of a pair rather than the rejected one,
-    "image-dpo": with pictures; "kto": answers that are rated one by one; "reward": a number for
-    each answer; "classification", "token-classification": labels. --import may register others."""
+    "kto": answers rated one by one, "image-dpo" and "image-kto": with pictures; "reward": a number
+    for each answer; "classification", "token-classification": labels. --import may register
+    others."""
     seed: Annotated[Seed, IDENTITY, ON_CARD, TIMELESS] = 42
     """Seed of weights, order, dropout and noise. Elsewhere: random_seed."""
     data_seed: Annotated[Seed | None, IDENTITY, PER_ISLAND, _SHUFFLES, TIMELESS] = None

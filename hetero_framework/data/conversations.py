@@ -351,7 +351,10 @@ def check_media(fields: dict[str, Any], where: str) -> None:
     """Raise DataError for pictures, videos and sound."""
     for name in _MEDIA:
         if fields.get(name):
-            other = "image-dpo" if "rejected" in fields else "image-text-to-text"
+            rated = (
+                "image-kto" if {"completion", "label"} <= fields.keys() else "image-text-to-text"
+            )
+            other = "image-dpo" if "rejected" in fields else rated
             shown = f'set "training.objective": "{other}", or ' * name.startswith("image")
             raise DataError(
                 f"{where} has the field {name}; only text can be trained on",

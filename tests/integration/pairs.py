@@ -84,7 +84,7 @@ def _rows(kind: str, count: int, seed: int) -> list[Raw]:
             "ner_tags": [len(word) % 3 for word in words],
         },
     }
-    for seen, told in (("seen", "chat"), ("seen pairs", "pairs")):
+    for seen, told in (("seen", "chat"), ("seen pairs", "pairs"), ("seen rated", "rated")):
         make[seen] = lambda k, told=told: {**make[told](k), "image": f"{k % 5}.png"}
     return [make[kind](k) for k in range(count)]
 
@@ -101,7 +101,7 @@ class Objective:
 
 def _objective(rows: str, name: str | None = None, **data: Any) -> Objective:
     training = {"objective": name} if name else {}
-    if name == "kto":  # whose batches do not go by length
+    if name in ("kto", "image-kto"):  # whose batches do not go by length
         training["train_sampling_strategy"] = "sequential"
     return Objective(rows, training, data, "llava" if rows.startswith("seen") else "dense")
 
@@ -117,6 +117,7 @@ OBJECTIVES = {
     "token-classification": _objective("words", "token-classification"),
     "image-text-to-text": _objective("seen", "image-text-to-text"),
     "image-dpo": _objective("seen pairs", "image-dpo"),
+    "image-kto": _objective("seen rated", "image-kto"),
 }
 
 _EVERY_STEP = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}

@@ -203,6 +203,7 @@ WANTS: list[tuple[str, tuple[str, ...] | dict[str, Any], str]] = [
     ("vision", {"training": {"objective": "image-text-to-text"}}, "image-text-to-text"),
     ("vision", {"training": {"objective": "image-dpo"}}, "image-dpo"),
     ("preferences", {"training": {"objective": "image-dpo"}}, "image-dpo"),
+    ("vision", {"training": {"objective": "image-kto"}}, "image-kto"),
     ("chains", {"training": {"objective": "sequential"}, "adapter": None}, "sequential"),
     ("chains", {"model": {"chain": "net"}, "adapter": None}, "model.chain: it needs the extra 'c"),
 ]

@@ -55,9 +55,9 @@ OTHERS = {
     " MtpModel label_ids logit_scale padding_side"
     " on_substep_end on_prediction_step on_predict"
     " align_special_tokens from_pretrained num_items_in_batch _..._implementation_internal",
-    "TRL and axolotl": "DataCollatorWithFlattening DPOConfig DPOTrainer KTOConfig RewardConfig"
-    " SFTTrainer device_map early_stopping_patience lora_r micro_batch_size sample_packing"
-    " sequence_len train_dataset",
+    "TRL and axolotl": "DataCollatorWithFlattening DPOConfig DPOTrainer KTOConfig KTOTrainer"
+    " RewardConfig SFTTrainer device_map early_stopping_patience lora_r micro_batch_size"
+    " sample_packing sequence_len train_dataset",
     "tinker": "save_state",
     "peft": "PeftModel.from_pretrained pissa_niter_N",
     "WireGuard, WSL and Docker": "[Interface] [Peer] .wslconfig [wsl2]",

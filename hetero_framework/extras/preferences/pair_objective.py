@@ -49,7 +49,7 @@ class PairObjective(ChunkedObjective):
         self._training, self._beta = own, own.beta
         self._each = rows_of(training.data_kind)
         # The other rows of a "mismatched" micro-batch would be in the routers' reports, too.
-        self.adds_routing = training.data_kind != "mismatched"
+        self.adds_routing = not own.has_mismatches
         self.metric_names = (*METRICS, *further, *LOGITS)
         self._measures = False
 

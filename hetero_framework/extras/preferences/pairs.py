@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 REFERENCE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("pairs", "pictured-pairs"), ("ref_chosen_logps", "ref_rejected_logps")),
-    "ratings": ("ref_logps",),
-    "mismatched": ("ref_logps", "ref_KL_logps"),
+    **dict.fromkeys(("ratings", "pictured-ratings"), ("ref_logps",)),
+    **dict.fromkeys(("mismatched", "pictured-mismatched"), ("ref_logps", "ref_KL_logps")),
 }
 """Inputs of the last stage: log-probabilities of an example's rows by the reference."""
 MARGIN = "margin"

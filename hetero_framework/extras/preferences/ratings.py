@@ -8,15 +8,15 @@ micro-batch: the answer of the example before it, and for the first example the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hetero_framework.config import DataConfig, TrainingConfig
-from hetero_framework.config.objectives import rows_of
 from hetero_framework.config.strict_json import json_type
-from hetero_framework.data.conversations import as_messages
+from hetero_framework.data.conversations import as_messages, check_media
 from hetero_framework.data.examples import Examples
 from hetero_framework.data.formats import Formatter, Tokens, columns_hint, parts
 from hetero_framework.data.kinds import ExampleKind
@@ -63,11 +63,16 @@ def unpaired(records: Iterator[Record]) -> Iterator[Record]:
 
 
 class RatingFormatter(PairFormatter):
-    """Tokenises rated answers, a row each. "mismatched" examples get the answer alone, too."""
+    """Tokenises rated answers, a row each."""
 
-    def __init__(self, kind: str, tokenizer: PreTrainedTokenizerBase, options: DataConfig) -> None:
+    alone = False
+    """Whether an example also has a row of the answer alone, to be put behind other prompts."""
+
+    def __init__(
+        self, first: object, tokenizer: PreTrainedTokenizerBase, options: DataConfig
+    ) -> None:
         super().__init__("preference", tokenizer, options)
-        self._each, self.answers = rows_of(kind), ("completion",)
+        self.answers = ("completion",)
         self._rated: set[int] = set()
         if options.truncation_mode != "keep_start":
             raise DataError(
@@ -77,21 +82,24 @@ class RatingFormatter(PairFormatter):
             )
 
     def rows(self, records: list[Record]) -> list[list[Tokens]]:
-        found = []
-        for record in (as_messages(record, "completion") for record in records):
-            for name in ("prompt", "completion"):
-                if record.fields.get(name) is None:
-                    shown = listed(record.fields)
-                    advice = columns_hint(record.fields, ("prompt", "completion", "label"))
-                    raise DataError(
-                        f"{record.where}: no field {name} among its fields: {shown}",
-                        hint=f"{_HINT}; {advice}",
-                    )
-            fields = {name: value for name, value in record.fields.items() if name != "label"}
-            [(ids, trained)] = self._behind_prompt(Record(record.where, fields), "completion")
-            answer = [token for token, is_trained in zip(ids, trained, strict=True) if is_trained]
-            found.append([(ids, trained), (answer, [True] * len(answer))][: self._each])
-        return found
+        return [*map(self.made, records)]
+
+    def made(self, record: Record) -> list[Tokens]:
+        """The rows of one example, not yet truncated."""
+        record = as_messages(record, "completion")
+        for name in ("prompt", "completion"):
+            if record.fields.get(name) is None:
+                shown = listed(record.fields)
+                advice = columns_hint(record.fields, ("prompt", "completion", "label"))
+                raise DataError(
+                    f"{record.where}: no field {name} among its fields: {shown}",
+                    hint=f"{_HINT}; {advice}",
+                )
+        check_media(record.fields, record.where)
+        fields = {name: value for name, value in record.fields.items() if name != "label"}
+        [(ids, trained)] = self._behind_prompt(Record(record.where, fields), "completion")
+        answer = [token for token, is_trained in zip(ids, trained, strict=True) if is_trained]
+        return [(ids, trained), (answer, [True] * len(answer))][: 1 + self.alone]
 
     def targets(self, records: list[Record]) -> list[Sequence[float]]:
         """Whether each answer is desirable, as 1 or 0."""
@@ -109,17 +117,27 @@ class RatingFormatter(PairFormatter):
 
     def judge(self, record: Record, rows: list[Tokens], targets: Sequence[float]) -> None:
         Formatter.judge(self, record, rows, targets)
-        row, good = (tuple(rows[0][0]), sum(rows[0][1])), bool(targets[0])
+        row = tuple(rows[0][0]), sum(rows[0][1]), self.beside(targets)
+        good = bool(targets[0])
         self._rated.add(hash((row, good)))
         if hash((row, not good)) in self._rated:
             for _ in range(2):
                 self.idle.add("the same answer is rated desirable and undesirable", record.where)
 
+    def beside(self, targets: Sequence[float]) -> Any:
+        """What an example with these targets asks about, apart from its tokens."""
+
     def teaches(self, rows: list[Tokens]) -> bool:
         return super().teaches(rows[:1])
 
 
-def _with_neighbours(examples: Examples, data: DataConfig, training: TrainingConfig) -> AnswerRows:
+class MismatchFormatter(RatingFormatter):
+    """Tokenises rated answers for `with_neighbours`."""
+
+    alone = True
+
+
+def with_neighbours(examples: Examples, data: DataConfig, training: TrainingConfig) -> AnswerRows:
     """Build KTO's "mismatched" examples, each an answer and the same prompt with another answer of
     its micro-batch; cut to max_length."""
     most, size = data.max_length, training.per_device_train_batch_size
@@ -134,10 +152,10 @@ def _with_neighbours(examples: Examples, data: DataConfig, training: TrainingCon
         trained += [examples.trained[row], np.arange(len(moved)) >= len(prompt)]
         ends += [ends[-1] + len(ids[-2]), ends[-1] + len(ids[-2]) + len(moved)]
     joined = np.concatenate(ids), np.concatenate(trained), np.array(ends, np.int64)
-    return AnswerRows(Examples(*joined, examples.targets), "mismatched")
+    return AnswerRows(Examples(*joined, examples.targets), training.data_kind)
 
 
-def _balance(answers: AnswerRows, training: TrainingConfig) -> Iterator[str]:
+def balance(answers: AnswerRows, training: TrainingConfig) -> Iterator[str]:
     """Lines on the share of desirable answers, with the weights that TRL recommends for it."""
     assert answers.rows.targets is not None
     good = int(answers.rows.targets.sum())
@@ -152,16 +170,10 @@ def _balance(answers: AnswerRows, training: TrainingConfig) -> Iterator[str]:
     yield line if fits else f"warning: {line}, {ratio:.2f} to 1 by their weights{hint}"
 
 
-def _rated(kind: str, kept: Any) -> ExampleKind:
-    def formatter(first: Record, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Formatter:
-        return RatingFormatter(kind, tokenizer, data)
-
-    return ExampleKind(
-        *("rated answers", ("preference",), formatter, kept, collate_answers, unpaired),
-        needs=(("prompt", "chosen"), ("completion", "chosen"), ("label", "rejected")),
-        numeric=Numeric(("label",)),
-        remarks=_balance,
-    )
-
-
-RATINGS, MISMATCHED = _rated("ratings", answer_rows), _rated("mismatched", _with_neighbours)
+RATINGS = ExampleKind(
+    *("rated answers", ("preference",), RatingFormatter, answer_rows, collate_answers, unpaired),
+    needs=(("prompt", "chosen"), ("completion", "chosen"), ("label", "rejected")),
+    numeric=Numeric(("label",)),
+    remarks=balance,
+)
+MISMATCHED = replace(RATINGS, formatter=MismatchFormatter, kept=with_neighbours)

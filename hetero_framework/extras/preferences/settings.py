@@ -1,4 +1,4 @@
-"""Training settings of the objectives dpo, with pictures image-dpo, orpo, cpo and kto."""
+"""Training settings of the objectives dpo, orpo, cpo and kto, image-dpo and image-kto."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from hetero_framework.config.section import ROUNDING, ReadIf
 from hetero_framework.extras.preferences.pair_losses import PAIR_LOSSES
 
 WITHOUT_KL = "apo_zero_unpaired"
-_OTHER_LOSSES = {"sft": ("nll",), "orpo": ("sigmoid",), "kto": ("kto", WITHOUT_KL)}
+_OTHER_LOSSES = {
+    **{"sft": ("nll",), "orpo": ("sigmoid",)},
+    **dict.fromkeys(("kto", "image-kto"), ("kto", WITHOUT_KL)),
+}
 """Values of loss_type that are no losses of pairs, by objective, the default first."""
 _OF_DPO = ReadIf("objective=dpo|image-dpo")
-_OF_ANSWERS = ReadIf("objective=dpo|image-dpo|orpo|cpo|kto")
-_OF_SFT_OR_ANSWERS = ReadIf("objective=sft|dpo|image-dpo|orpo|cpo|kto")
+_OF_ANSWERS = ReadIf("objective=dpo|image-dpo|orpo|cpo|kto|image-kto")
+_OF_SFT_OR_ANSWERS = ReadIf("objective=sft|dpo|image-dpo|orpo|cpo|kto|image-kto")
 _OF_CPO = ReadIf("objective=cpo")
-_OF_KTO = ReadIf("objective=kto")
+_OF_KTO = ReadIf("objective=kto|image-kto")
+_OF_REFERENCE = ReadIf("objective=dpo|image-dpo|kto|image-kto")
 
 
 def losses_of(objective: str) -> tuple[str, ...]:
@@ -81,9 +85,7 @@ class PreferenceSettings(TrainingConfig):
     kto_chosen_weight."""
     undesirable_weight: Annotated[float, _OF_KTO] = Field(default=1.0, ge=0)
     """KTO: weight of the other answers. Elsewhere: kto_undesirable_weight, kto_rejected_weight."""
-    precompute_ref_log_probs: Annotated[bool, ROUNDING, ReadIf("objective=dpo|kto|image-dpo")] = (
-        True
-    )
+    precompute_ref_log_probs: Annotated[bool, ROUNDING, _OF_REFERENCE] = True
     """DPO, KTO: ask the reference once, before the first step, and keep its numbers for each
     example. false: in every step, with the adapter switched off. (TRL's default is false.)"""
 
@@ -121,16 +123,17 @@ class PreferenceSettings(TrainingConfig):
             )
         for name in losses if self.objective in PAIR_LOSSES else ():
             PAIR_LOSSES[self.objective][name].check(self)
-        if self.data_kind == "mismatched":
+        if self.has_mismatches:
+            other = f"or set loss_type {WITHOUT_KL!r}"
             if self.per_device_train_batch_size < 2:
                 raise ValueError(
-                    "kto needs a per_device_train_batch_size of at least 2: an answer is also put"
-                    f" behind another prompt of its micro-batch; or set loss_type {WITHOUT_KL!r}"
+                    f"{self.objective} needs a per_device_train_batch_size of at least 2: an answer"
+                    f" is also put behind another prompt of its micro-batch; {other}"
                 )
             if self.train_sampling_strategy != "sequential":
                 raise ValueError(
-                    'kto needs train_sampling_strategy "sequential": the examples of a micro-batch'
-                    f" stay together; shuffle the file, or set loss_type {WITHOUT_KL!r}"
+                    f'{self.objective} needs train_sampling_strategy "sequential": the examples of'
+                    f" a micro-batch stay together; shuffle the file, {other}"
                 )
         return self
 
@@ -143,13 +146,18 @@ class PreferenceSettings(TrainingConfig):
     @property
     def data_kind(self) -> str:
         kind = super().data_kind
-        return "ratings" if kind == "mismatched" and WITHOUT_KL in self.losses else kind
+        return kind.replace("mismatched", "ratings") if WITHOUT_KL in self.losses else kind
+
+    @property
+    def has_mismatches(self) -> bool:
+        """Whether each answer is put behind another prompt, too."""
+        return self.data_kind.endswith("mismatched")
 
 
 def disagreements(parts: Mapping[str, Any]) -> Iterator[Problem]:
     """Contradictions to other sections."""
     island, training = parts.get("island"), parts.get("training")
-    if training is None or training.data_kind != "mismatched" or island is None:
+    if training is None or island is None or not PreferenceSettings.of(training).has_mismatches:
         return
     if island.sync_steps == 1 or island.warmup_steps:
         yield Problem(

@@ -186,8 +186,8 @@ def _in_parts(message: Message) -> Message:
 
 
 class PictureFormatter(Formatter):
-    """Tokenises texts with pictures; the targets of an example are the number of its first picture
-    and how many it has."""
+    """Tokenises texts with pictures; the last targets of an example are the number of its first
+    picture and how many it has."""
 
     renders, reads, mark = PictureRenderer, PictureReader, _MARK
 
@@ -332,7 +332,9 @@ def with_pictures(
     """The rows that PictureFormatter made, with their pictures."""
     parts = examples.ids, examples.trained, examples.offsets
     assert examples.targets is not None
-    return PicturedRows(*parts, shown=examples.targets, pictures=pictures)
+    others, shown = examples.targets[:, :-2], examples.targets[:, -2:]
+    targets = others if others.size else None
+    return PicturedRows(*parts, targets, shown=shown, pictures=pictures)
 
 
 def counted(examples: PicturedRows, training: TrainingConfig) -> Iterator[str]:

@@ -1,12 +1,14 @@
-"""Pairs of answers to prompts with pictures, as TRL's DPOTrainer (1.16) reads them.
+"""Answers to prompts with pictures, as TRL's DPOTrainer and KTOTrainer (1.16) read them.
 
-The pictures of a prompt are shown twice: a pair's chosen and rejected row each have them.
+The pictures of a prompt are shown with each row that has it: a pair's chosen and rejected one, and
+the one in which a rated answer's prompt is put before another answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,13 +18,14 @@ from hetero_framework.data.examples import Examples
 from hetero_framework.data.formats import Tokens
 from hetero_framework.data.kinds import ExampleKind
 from hetero_framework.data.sources import Record
-from hetero_framework.extras.preferences.pairs import (
-    AnswerRows,
-    PairFormatter,
-    collate_answers,
-    with_prompt,
+from hetero_framework.extras.preferences.pairs import AnswerRows, PairFormatter, collate_answers
+from hetero_framework.extras.preferences.preferences import Preferences, Ratings
+from hetero_framework.extras.preferences.ratings import (
+    RATINGS,
+    RatingFormatter,
+    balance,
+    with_neighbours,
 )
-from hetero_framework.extras.preferences.preferences import Preferences
 from hetero_framework.extras.vision.pictured_data import (
     COLUMNS,
     PicturedRows,
@@ -32,7 +35,8 @@ from hetero_framework.extras.vision.pictured_data import (
 )
 from hetero_framework.extras.vision.pictures import PictureStore, pictures_of
 
-__all__ = ["PICTURED_PAIRS", "Preferences"]  # the objective is that of pairs of texts
+# The objectives are those of texts.
+__all__ = ["PICTURED_MISMATCHED", "PICTURED_PAIRS", "PICTURED_RATINGS", "Preferences", "Ratings"]
 
 
 class PicturedPairFormatter(PictureFormatter, PairFormatter):
@@ -42,13 +46,36 @@ class PicturedPairFormatter(PictureFormatter, PairFormatter):
         return "preference"
 
     def made(self, record: Record) -> list[Tokens]:
-        asked, *answers = self.apart(with_prompt(record), *self.answers)
+        return self._pair(record)
+
+    def _behind_prompt(self, record: Record, *names: str) -> list[Tokens]:
+        asked, *answers = self.apart(record, *names)
         return [([*asked, *ids], [False] * len(asked) + [True] * len(ids)) for ids in answers]
+
+
+class PicturedRatingFormatter(PicturedPairFormatter, RatingFormatter):
+    """Tokenises rated answers with pictures; the label is the first target."""
+
+    made = RatingFormatter.made
+
+    def targets(self, records: list[Record]) -> list[Sequence[float]]:
+        labels, shown = RatingFormatter.targets(self, records), super().targets(records)
+        return [(*label, *numbers) for label, numbers in zip(labels, shown, strict=True)]
+
+    def beside(self, targets: Sequence[float]) -> Any:
+        first, count = map(int, targets[1:])
+        return tuple(map(self._pictures.digest, range(first, first + count)))
+
+
+class PicturedMismatchFormatter(PicturedRatingFormatter):
+    """Tokenises them for `with_neighbours`."""
+
+    alone = True
 
 
 @dataclass(frozen=True)
 class PicturedAnswers(AnswerRows):
-    """Pairs whose rows have pictures."""
+    """Examples whose rows have pictures."""
 
     rows: PicturedRows
 
@@ -72,22 +99,26 @@ class PicturedAnswers(AnswerRows):
 def _kept(
     examples: Examples, data: DataConfig, training: TrainingConfig, pictures: PictureStore
 ) -> PicturedAnswers:
+    if training.data_kind == "pictured-mismatched":
+        examples = with_neighbours(examples, data, training).rows
     return PicturedAnswers(with_pictures(examples, data, training, pictures), training.data_kind)
 
 
 def collate_pictured(
-    pairs: PicturedAnswers,
+    answers: PicturedAnswers,
     indices: Sequence[int] | np.ndarray,
     pad_token_id: int,
     multiple: int | None,
 ) -> MicroBatch:
     """`collate_answers`, and what the processor makes of the pictures of all rows."""
-    batch = collate_answers(pairs, indices, pad_token_id, multiple)
-    return batch | pairs.rows.pictures.inputs(pairs.shown(indices), batch)
+    batch = collate_answers(answers, indices, pad_token_id, multiple)
+    return batch | answers.rows.pictures.inputs(answers.shown(indices), batch)
 
 
-def _remarks(pairs: PicturedAnswers, training: TrainingConfig) -> Iterator[str]:
-    return counted(pairs.rows, training)
+def _remarks(answers: PicturedAnswers, training: TrainingConfig) -> Iterator[str]:
+    yield from counted(answers.rows, training)
+    if answers.rows.targets is not None:
+        yield from balance(answers, training)
 
 
 PICTURED_PAIRS = ExampleKind(
@@ -96,3 +127,14 @@ PICTURED_PAIRS = ExampleKind(
     beside=pictures_of,
     remarks=_remarks,
 )
+PICTURED_RATINGS = replace(
+    RATINGS,
+    noun="rated answers with pictures",
+    formatter=PicturedRatingFormatter,
+    kept=_kept,
+    collate=collate_pictured,
+    needs=(COLUMNS, *RATINGS.needs),
+    beside=pictures_of,
+    remarks=_remarks,
+)
+PICTURED_MISMATCHED = replace(PICTURED_RATINGS, formatter=PicturedMismatchFormatter)

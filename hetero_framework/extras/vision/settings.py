@@ -11,7 +11,7 @@ from hetero_framework.config import DataConfig, ModelConfig
 from hetero_framework.config.problems import Problem
 from hetero_framework.config.section import FREE, ON_CARD, Name, ReadIf, with_unit
 
-_SEES = ReadIf("training.objective=image-text-to-text|image-dpo")
+_SEES = ReadIf("training.objective=image-text-to-text|image-dpo|image-kto")
 _Pixels = Annotated[int, with_unit("pixels", ge=1)]
 
 

@@ -20,7 +20,7 @@ CHANGES = {
 }
 
 
-LOSSES = {name: losses_of(name) for name in ("dpo", "orpo", "cpo", "kto")}
+LOSSES = {name: losses_of(name) for name in ("dpo", "orpo", "cpo", "kto", "image-kto")}
 
 
 def heard(training: dict[str, Any]) -> list[torch.Tensor]:
@@ -58,7 +58,7 @@ def heard(training: dict[str, Any]) -> list[torch.Tensor]:
 def test_the_marks_say_what_each_loss_reads(objective, loss):
     base: dict[str, Any] = {"objective": objective, "per_device_train_batch_size": 2}
     base |= {"loss_type": loss} if loss else {}
-    base |= {"train_sampling_strategy": "sequential"} if objective == "kto" else {}
+    base |= {"train_sampling_strategy": "sequential"} if objective.endswith("kto") else {}
     base |= {"label_smoothing": 0.1} if loss == "exo_pair" else {}
     before = heard(base)
     for name, value in CHANGES.items():

@@ -380,6 +380,17 @@ def save_rows(folder: Path, count: int = 9, pairs: bool = False) -> Path:
     return path
 
 
+def save_rated(folder: Path, placeholder: str | None = None, count: int = 9) -> Path:
+    """The chosen answers of `save_pairs`, of which every third is undesirable."""
+    path = save_pairs(folder, placeholder, count)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row |= {"completion": row.pop("chosen"), "label": number % 3 > 0}
+        del row["rejected"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def save_pairs(folder: Path, placeholder: str | None = None, count: int = 9) -> Path:
     """The prompts of `save_rows` with a chosen and a rejected answer, as messages; as plain texts,
     if `placeholder` is the text that stands for a picture."""

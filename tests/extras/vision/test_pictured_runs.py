@@ -28,6 +28,7 @@ PAIRS = [
     *("image-text-to-text chunks+smoothing", "image-text-to-text dropout+checkpointing"),
     *("image-text-to-text towers+full+mix", "image-text-to-text towers+dropout+checkpointing"),
     *("image-dpo mix+eval", "image-dpo full+held_out", "image-dpo chunks+checkpointing"),
+    *("image-kto full+eval", "image-kto chunks+checkpointing"),
 ]
 CASES = {"llava": "image-text-to-text", "qwen2_5_vl": "image-text-to-text", "gemma3": "image-dpo"}
 

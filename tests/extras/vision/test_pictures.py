@@ -310,7 +310,9 @@ def test_pictures_are_told_by_their_column():
     assert objectives_of(Record("a:1", {"messages": fields["messages"]})) == ["sft"]
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     found = objectives_of(Record("a:1", {**pair, "image": "a.png"}))
-    assert found[:2] == ["image-dpo", "image-text-to-text"]
+    assert found[:3] == ["image-dpo", "image-kto", "image-text-to-text"]
+    rated = {"prompt": "a", "completion": "b", "label": True, "image": "a.png"}
+    assert objectives_of(Record("a:1", rated))[:3] == ["image-kto", "image-text-to-text", "kto"]
 
 
 def sizes(pixels: int) -> dict[str, int]:

@@ -51,7 +51,7 @@ def T(**training: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("sections", "name", "why"),
     [
-        (T(beta=0.1), "training.beta", "objective dpo, image-dpo, orpo, cpo or kto"),
+        (T(beta=0.1), "training.beta", "objective dpo, image-dpo, orpo, cpo, kto or image-kto"),
         (
             T(objective="dpo", simpo_gamma=1.0),
             "training.simpo_gamma",
