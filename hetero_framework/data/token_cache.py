@@ -129,7 +129,7 @@ def _version(library: str) -> str:
 
 
 def make_room(directory: Path, most: int = MOST_BYTES) -> None:
-    """Delete the least recently used entries until they take at most so many bytes."""
+    """Delete the least recently used entries until the others take at most `most` bytes."""
     entries = [path for path in directory.iterdir() if path.is_dir()]
     taken = 0
     for entry in sorted(entries, key=lambda path: path.stat().st_mtime, reverse=True):

@@ -1,4 +1,4 @@
-"""What the frozen part of a model makes of pictures, kept on the disk of the first stage's machine.
+"""Features that frozen towers make of pictures, kept on the disk of the first stage's machine.
 
 Features are kept of all pictures that were computed at once, those of a micro-batch: of a picture
 alone some kernels make other bits. They are found by all that decides the bits: the model's inputs,

@@ -33,7 +33,7 @@ from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
 from hetero_framework.models.cut.language import all_towers, lies_in, meta_model, on_meta
 from hetero_framework.models.cut.objectives import objective_of
-from hetero_framework.models.cut.partition import ShardRange, skeleton_of
+from hetero_framework.models.cut.partition import ShardRange, Skeleton, skeleton_of
 from hetero_framework.models.cut.tiny import stock_class
 from hetero_framework.models.files.quantization import (
     modules_left_alone,
@@ -569,11 +569,7 @@ def _stage_memory(
     device = (config.coordinator if spec.owner == "local" else config.worker(spec.owner)).device
     held = {name: size for name, size in shapes.weights.items() if skeleton.holds(name, rng)}
     targets = skeleton.targets(rng)
-    # One storage for all tied weights here.
-    first = {skeleton.ties[target]: target for target in reversed(targets)}
-    for target in targets:
-        if first[source := skeleton.ties[target]] != target or skeleton.holds(source, rng):
-            held.pop(target)
+    _drop_tied(held, skeleton, rng)
     trained = {n: v for n, v in shapes.trainable.items() if shapes.holds(n, rng)}
     gradients = stepped = sum(count * size for count, size in trained.values())
     if shapes.trains_everything:
@@ -608,6 +604,14 @@ def _stage_memory(
     )
     memory = _partly_away(resident, shapes, config, tokens, differentiates)
     return memory.placed(device, one_memory=device.partition(":")[0] in ONE_MEMORY)
+
+
+def _drop_tied(held: dict[str, int], skeleton: Skeleton, rng: ShardRange) -> None:
+    """Leave one of the tied weights of a part, for there is one storage for all."""
+    first = {skeleton.ties[target]: target for target in reversed(skeleton.targets(rng))}
+    for target in skeleton.targets(rng):
+        if first[source := skeleton.ties[target]] != target or skeleton.holds(source, rng):
+            held.pop(target)
 
 
 def _by_layer(spec: StageSpec, shapes: Shapes, sizes: Mapping[str, int]) -> tuple[int, ...]:

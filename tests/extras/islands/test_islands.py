@@ -115,7 +115,8 @@ def test_the_best_model_is_the_result_of_each_island(pool, settings, tmp_path):
     """The first evaluation is the best one, since steps are too large."""
     settings["data"]["eval"] = settings["data"]["train"]
     every = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    how = {**every, "load_best_model_at_end": True, "learning_rate": 3.0, "warmup_steps": 0, "max_steps": 3}
+    how = {**every, "load_best_model_at_end": True, "max_steps": 3}
+    how |= {"learning_rate": 3.0, "warmup_steps": 0, "lr_scheduler_type": "constant"}
     train_pair(pool, tmp_path, [[], []], settings, training=how)
     losses = [loss for _, loss, _ in evals(tmp_path / "a")]
     assert min(losses) < losses[-1]
