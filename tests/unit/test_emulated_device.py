@@ -266,6 +266,7 @@ INTEGRATION = (
     "extras/host_memory/test_runs.py",
     f"extras/host_memory/test_full_runs.py::test_{KILLED_IN_FULL}",
     f"extras/host_memory/test_full_runs.py::test_{RESUMED_IN_FULL}",
+    "extras/vision/test_streamed_towers.py",
 )
 """Tests of several processes that compare runs on the device with one another."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from hetero_framework.extras.host_memory.streamed_layers import (
     HostLayer,
     StreamedLayers,
     load_streamed,
+    stream_tower,
 )
 from hetero_framework.extras.host_memory.visiting_weights import VisitingWeights
 from hetero_framework.models.cut.introspect import introspect
+from hetero_framework.models.cut.language import tower_layers
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.reuse import ReusableModules
 from hetero_framework.models.cut.shard import Shard
@@ -33,6 +35,7 @@ from hetero_framework.models.cut.tiny import shrink
 from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.library import LIBRARY_ERRORS, briefly, quiet_library
 from hetero_framework.models.rng import seed_cpu
+from hetero_framework.models.sizing.streaming import SLOTS
 from hetero_framework.models.verify.equivalence import (
     deterministic,
     gradients,
@@ -63,11 +66,16 @@ def reside(
         shard, layers = load_streamed(load, rng, kept, device, entry.offload, trains=trains)
     else:
         shard = load(rng, kept)
+    towers = [
+        stream_tower(device, tower)
+        for tower in shard.tower_modules
+        if entry.offload and len(tower_layers(tower)) > SLOTS
+    ]
     visiting = layers.weights if layers and layers.weights.homes else None
     away = visiting is not None or config.offloads_optimizer(spec.index)
     states = OptimizerStates(device, visiting) if away else None
     inputs = StoredInputs(device, spec) if config.offloads_inputs(spec.index) else None
-    return shard, HostMemory(layers, states, inputs)
+    return shard, HostMemory(layers, states, inputs, towers)
 
 
 def check_trained_may_visit(device: torch.device) -> None:
@@ -91,10 +99,11 @@ class HostMemory(Residence):
         layers: StreamedLayers | None,
         states: OptimizerStates | None,
         inputs: StoredInputs | None,
+        towers: Sequence[StreamedLayers] = (),
     ) -> None:
         self._layers, self._states = layers or Residence(), states or Residence()
         self._lend = layers.lend if layers else lambda: None
-        self._inputs = inputs or Residence()
+        self._inputs, self._towers = inputs or Residence(), towers
         self._weights = layers.weights if layers else VisitingWeights(Device(), [])
         self.trains = bool(self._weights.homes)
 
@@ -146,10 +155,12 @@ class HostMemory(Residence):
         self._states.settle()
 
     def transfers(self) -> list[Transfer]:
-        visitors = (self._layers, self._weights, self._states, self._inputs)
+        visitors = (self._layers, self._weights, self._states, self._inputs, *self._towers)
         return [transfer for kind in visitors for transfer in kind.transfers()]
 
     def dissolve(self, modules: ReusableModules) -> ReusableModules:
+        for tower in self._towers:
+            tower.dissolve(ReusableModules({}, {}, {}))
         return self._layers.dissolve(modules)
 
 

@@ -27,6 +27,7 @@ from hetero_framework.extras.host_memory.visiting_weights import VisitingWeights
 from hetero_framework.extras.host_memory.visitors import HostTensors, Visitors, in_pieces
 from hetero_framework.models.adapters.trainable import trainable_parameters
 from hetero_framework.models.cut.introspect import BlockForm
+from hetero_framework.models.cut.language import tower_layers
 from hetero_framework.models.cut.partition import ShardRange
 from hetero_framework.models.cut.reuse import ReusableModules
 from hetero_framework.models.cut.shard import Shard
@@ -91,6 +92,17 @@ def load_streamed(
             if name in trained:
                 parameter.copy_(trained[name])
     return shard, layers
+
+
+def stream_tower(device: Device, tower: nn.Module) -> StreamedLayers:
+    """Keep the layers of a frozen tower in host memory; they visit in the order of its forward."""
+    layers = tower_layers(tower)
+    hosts = {k: HostLayer(device, layer) for k, layer in enumerate(layers)}
+    visitors = StreamedLayers(device, hosts, is_last=False)
+    for k, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda *_, k=k: visitors._use(k))
+        layer.register_forward_hook(lambda *_, k=k: visitors._done(k))
+    return visitors
 
 
 def _admit(absent: Iterable[int]) -> None:

@@ -153,6 +153,13 @@ def set_apart(model: PreTrainedModel, gone: tuple[str, ...]) -> list[nn.Module]:
     return modules
 
 
+def tower_layers(tower: nn.Module) -> list[nn.Module]:
+    """The layers of a tower, which run one after another: its largest list of modules."""
+    lists = [part for part in tower.modules() if isinstance(part, nn.ModuleList)]
+    sizes = [sum(p.numel() for p in part.parameters()) for part in lists]
+    return [*max(zip(sizes, lists, strict=True), key=lambda pair: pair[0], default=(0, ()))[1]]
+
+
 def no_tiny_copy(
     config: PretrainedConfig, error: BaseException, *, built: bool = True
 ) -> ArchitectureError:

@@ -31,7 +31,13 @@ from hetero_framework.data.batches import MicroBatch
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.adapters.trainable import adapter_plan_of
 from hetero_framework.models.cut.introspect import introspect, layer_kinds
-from hetero_framework.models.cut.language import all_towers, lies_in, meta_model, on_meta
+from hetero_framework.models.cut.language import (
+    all_towers,
+    lies_in,
+    meta_model,
+    on_meta,
+    tower_layers,
+)
 from hetero_framework.models.cut.objectives import objective_of
 from hetero_framework.models.cut.partition import ShardRange, Skeleton, skeleton_of
 from hetero_framework.models.cut.tiny import stock_class
@@ -89,7 +95,8 @@ class StageMemory:
     there, too, and with them all states of the stage. Host memory also has the optimizer's
     `host_states`, and `host_inputs` of each micro-batch. Unless `states_move`, states stay where
     the optimizer has them. `visiting` are the states on the device while the optimizer
-    steps, `input_bytes` the bytes of one layer's stored input that may leave the device. Unless
+    steps, `tower_layers` the bytes of each frozen tower's layers, which stream if any do,
+    `input_bytes` the bytes of one layer's stored input that may leave the device. Unless
     `counted`, a part of `activations`, `working` or `logits` is unknown and left out. `resident` is
     the stage with all states and inputs on its device, if some of them are not.
     """
@@ -109,6 +116,7 @@ class StageMemory:
     trained: int = 0
     frozen: tuple[int, ...] = ()
     learned: tuple[int, ...] = ()
+    tower_layers: tuple[tuple[int, ...], ...] = ()
     largest: int = 0
     states_move: bool = True
     offload: int = 0
@@ -194,8 +202,8 @@ class StageMemory:
         return max(0, self._homes(count) - 3 * max(self.learned, default=0))
 
     def _saved(self, count: int) -> int:
-        streamed = self._streamed(count)
-        return sum(streamed) - sum(slot_sizes(streamed))
+        each = [self._streamed(count), *(self.tower_layers if count else ())]
+        return sum(sum(streamed) - sum(slot_sizes(streamed)) for streamed in each)
 
     @property
     def states(self) -> int:
@@ -207,6 +215,7 @@ class StageMemory:
         """Bytes in host memory, beside those on the device."""
         inputs = self.in_flight * self.host_inputs
         there = sum(self._streamed(self.offload)) + self._homes(self.offload)
+        there += sum(map(sum, self.tower_layers)) if self.offload else 0
         if self.offload and any(self.learned):
             there += 3 * max(self.learned)  # what powers of two leave: weights, gradients, states
         return there + self.host_states + inputs
@@ -460,11 +469,17 @@ class Shapes:
         self.trainable = self._trainable(whole, plan, quantizes)
 
     @cached_property
-    def towers(self) -> int:
-        """Bytes of the weights of the model's towers."""
+    def towers(self) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """Bytes of the weights of the model's towers, and of the layers of each."""
         model = on_meta(stock_class(self._config), self._config)
         named, gone = model.named_parameters(), self.skeleton.towers
-        return self.number_bytes * sum(p.numel() for name, p in named if lies_in(name, gone))
+        modules = [m for name, m in model.named_modules() if name in gone]
+        layers = [[self._bytes_of(layer) for layer in tower_layers(m)] for m in modules]
+        total = self.number_bytes * sum(p.numel() for name, p in named if lies_in(name, gone))
+        return total, tuple(tuple(sizes) for sizes in layers if len(sizes) > SLOTS)
+
+    def _bytes_of(self, module: nn.Module) -> int:
+        return self.number_bytes * sum(p.numel() for p in module.parameters())
 
     @cached_property
     def kinds(self) -> list[int]:
@@ -578,7 +593,8 @@ def _stage_memory(
     added = sum(count * size for name, (count, size) in trained.items() if name not in held)
     here = {None, *range(rng.start, rng.end)}
     buffers = sum(n for name, n in shapes.buffers.items() if skeleton.layer_of(name) in here)
-    towers = shapes.towers if rng.is_first and shows_pictures(training.data_kind) else 0
+    sees = rng.is_first and shows_pictures(training.data_kind)
+    towers, in_towers = shapes.towers if sees else (0, ())
     setting = replace(shapes.setting(config, tokens), pictures=pictures)
     running = _running(spec, setting, shapes, config, differentiates)
     learns = trained if shapes.trains_everything else {}
@@ -599,6 +615,7 @@ def _stage_memory(
         device=device,
         frozen=frozen,
         learned=learned,
+        tower_layers=in_towers,
         largest=max((count for count, _ in trained.values()), default=0),
         states_move=not keeps_states(training.optim),
     )

@@ -84,14 +84,14 @@ def save_model(cls: Any, config: Any, processor: Any, folder: Path) -> Path:
     return folder
 
 
-def clip() -> Any:
+def clip(layers: int = 2) -> Any:
     return hf.CLIPVisionConfig(
-        **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2},
+        **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": layers},
         **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "projection_dim": 32},
     )
 
 
-def save_llava(folder: Path, layers: int = LAYERS) -> Path:
+def save_llava(folder: Path, layers: int = LAYERS, seeing: int = 2) -> Path:
     size = {"height": 28, "width": 28}
     processor = hf.LlavaProcessor(
         image_processor=hf.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=size),
@@ -101,7 +101,7 @@ def save_llava(folder: Path, layers: int = LAYERS) -> Path:
     )
     config = hf.LlavaConfig(
         text_config=hf.LlamaConfig(**text_sizes(num_hidden_layers=layers)),
-        vision_config=clip(),
+        vision_config=clip(seeing),
         **{"image_token_index": 5, "vision_feature_select_strategy": "default"},
     )
     return save_model(hf.LlavaForConditionalGeneration, config, processor, folder)
