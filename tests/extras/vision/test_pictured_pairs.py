@@ -142,7 +142,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl lora rated": {**KTO, "loss_chunk_tokens": 9, "per_device_train_batch_size": 4},
     "gemma3 full rated": WITHOUT_KL,
 }
-OFTEN = {"qwen2_5_vl full", "llava towers", "llava lora rated"}
+OFTEN = {"qwen2_5_vl full", "llava lora rated"}
 
 
 @pytest.mark.parametrize("case", seldom([*CASES], *CASES.keys() - OFTEN))

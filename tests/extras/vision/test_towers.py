@@ -31,7 +31,7 @@ STEPS = {**TRAINING, "max_steps": 3, "adam_epsilon": 1e-4, "learning_rate": 1e-3
 # Steps of one row, some without a picture: they change no weight of the tower, by decay neither.
 DECAY = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
 DECAY |= {"weight_decay": 0.5, "max_steps": 9, "learning_rate": 1e-2}
-OFTEN = {"llava decay", "llava lora", "qwen3_vl full"}
+OFTEN = {"llava decay", "qwen3_vl full"}
 
 
 @pytest.fixture(scope="module")
