@@ -170,7 +170,9 @@ def test_training_is_trls_under_any_cut_and_the_class_loads_the_result(
         assert not any(report.values()), report
 
 
-@pytest.mark.parametrize("how", seldom(["nf4", "towers", "stored", "int8"], "towers", "stored", "int8"))
+@pytest.mark.parametrize(
+    "how", seldom(["nf4", "towers", "stored", "int8"], "towers", "stored", "int8")
+)
 @pytest.mark.parametrize("family", seldom(["llava", "qwen2_5_vl"], "qwen2_5_vl"))
 def test_quantised_models_are_trls_under_any_cut(family, how, models, rows, losses, tmp_path):
     model, path = models(family), rows[False]
