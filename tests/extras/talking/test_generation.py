@@ -70,11 +70,11 @@ def test_an_answer_that_fails_is_one_error(alone, monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "yes"])
 def test_an_empty_answer_is_said_to_be_empty(text, capsys):
-    nothing: Any = SimpleNamespace(prompt_of=lambda said: said, pipeline=SimpleNamespace())
+    nothing: Any = SimpleNamespace(prompt_of=lambda said, seen: said, pipeline=SimpleNamespace())
     tokenizer = SimpleNamespace(decode=lambda tokens, **settings: text)
     ways = {"check": lambda prompts: None, "answer": lambda *asked: []}
     talk = SimpleNamespace(tokenizer=tokenizer, reader=nothing, **ways)
-    assert _answer(talk, nothing, [], None) == text
+    assert _answer(talk, nothing, [], [], None) == text
     assert ("the answer is empty" in capsys.readouterr().out) == (text == "")
 
 
