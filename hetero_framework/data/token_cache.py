@@ -76,7 +76,7 @@ class Entry:
                     if (values := getattr(examples, name)) is not None:
                         np.save(unfinished / f"{name}.npy", values)
                 (unfinished / "entry.json").write_text(json.dumps(entry), encoding="utf-8")
-                make_room(self.path.parent)
+                make_room(self.path.parent, MOST_BYTES)
                 os.rename(unfinished, self.path)  # fails where another process was first
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -128,7 +128,7 @@ def _version(library: str) -> str:
     return ""
 
 
-def make_room(directory: Path, most: int = MOST_BYTES) -> None:
+def make_room(directory: Path, most: int) -> None:
     """Delete the least recently used entries until the others take at most `most` bytes."""
     entries = [path for path in directory.iterdir() if path.is_dir()]
     taken = 0

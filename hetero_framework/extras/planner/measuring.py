@@ -306,6 +306,7 @@ def _random_weights(
         for spec in specs:
             shard = load_shard(made, config.base_dir, ShardRange.of(spec), Device(), seed=0)
             weights |= export_parts(shard)
+            weights |= {name.removesuffix("."): tensor for name, tensor in shard.towers()}
         with NamingOf(Path(folder)):
             save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
             (Path(folder) / "config.json").write_text(json.dumps(fields))

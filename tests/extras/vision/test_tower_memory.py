@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from hetero_framework.core.devices import Device
 from hetero_framework.data.batches import PICTURES
+from hetero_framework.extras.planner.measuring import _random_weights
 from hetero_framework.extras.planner.planning import plan
 from hetero_framework.extras.planner.profile import bytes_of_parts
 from hetero_framework.extras.vision.pictures import usual
 from hetero_framework.models.adapters.trainable import attach_adapter
 from hetero_framework.models.cut.partition import ShardRange
-from hetero_framework.models.cut.shard import build_shard
+from hetero_framework.models.cut.shard import build_shard, load_shard
+from hetero_framework.models.files.source import ModelSource
 from hetero_framework.models.sizing.footprint import PeakMemory, Setting, embedding_footprint
 from hetero_framework.models.sizing.memory import (
     estimate_memory,
@@ -142,3 +145,15 @@ def test_the_planner_gives_a_first_stage_that_sees_fewer_layers(models, rows, ve
         fleet = fleet_of(*devices, layers=LAYERS, micro_batches=4)
         first.append(plan(fleet, allow=set()).shard_plan[0]["end"])
     assert first[1] < first[0]
+
+
+def test_a_quantised_model_is_measured_with_its_towers(models, rows):
+    """Weights that are quantised are read from files, which measuring writes."""
+    section = {"name_or_path": str(models("llava")), "quantization": "nf4"}
+    training = {"objective": "image-text-to-text"}
+    about = {"data": {"train": str(rows)}, "adapter": {"target_modules": ["q_proj"]}}
+    config = config_for(("local", LAYERS), model=section, training=training, **about)
+    (spec,) = config.plan.stages
+    with _random_weights(config, ModelSource.of(config).config, [spec]) as made:
+        shard = load_shard(made.model, made.base_dir, ShardRange.of(spec), Device(), seed=0)
+    assert "Linear4bit" in {type(m).__name__ for m in shard.tower_modules[0].modules()}

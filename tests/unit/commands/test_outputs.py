@@ -44,6 +44,7 @@ CHANGED = {  # a run's own directories, and files that are there to be changed
 READ = {
     *("--config", "--keys", "--import", "--result", "--prompts", "--profile", "--evaluate"),
     *("--checkpoint", "--gguf", "--llama-cpp", "--adapter", "--data", "--directory", "--hetero"),
+    "--image",
     *("file", "runs", "place", "address"),
 }
 PLACES = ("FILE", "DIR", "PATH", "RUN")
