@@ -351,10 +351,9 @@ def check_media(fields: dict[str, Any], where: str) -> None:
     """Raise DataError for pictures, videos and sound."""
     for name in _MEDIA:
         if fields.get(name):
-            rated = (
-                "image-kto" if {"completion", "label"} <= fields.keys() else "image-text-to-text"
-            )
-            other = "image-dpo" if "rejected" in fields else rated
+            is_rated = {"completion", "label"} <= fields.keys()
+            other = "image-kto" if is_rated else "image-text-to-text"
+            other = "image-dpo" if "rejected" in fields else other
             shown = f'set "training.objective": "{other}", or ' * name.startswith("image")
             raise DataError(
                 f"{where} has the field {name}; only text can be trained on",

@@ -164,8 +164,8 @@ class TrainData:
 
     @cached_property
     def pictures(self) -> MicroBatch | None:
-        """What the model sees of a micro-batch of the training examples with the most tokens of
-        pictures, in rows of `row_tokens`; None for texts."""
+        """The largest micro-batch of pictures: the model's inputs for the training examples that
+        have the most tokens of pictures, in rows of `row_tokens`. None for texts."""
         if (find := getattr(self.examples, "most_seen", None)) is None:
             return None
         rows = find(self.order.training.per_device_train_batch_size)

@@ -32,7 +32,7 @@ class Prompt:
     text: str
     ids: tuple[int, ...]
     seen: MicroBatch = field(default_factory=dict)
-    """What the model gets of pictures in it, beside the ids."""
+    """The model's inputs for its pictures, beside the ids."""
     pictures: tuple[str, ...] = ()
     """Small copies of its pictures, as data URLs."""
 

@@ -115,12 +115,12 @@ def verify_model(
 
 
 def with_pictures(name: str) -> str:
-    """What a tiny copy of a class does with a picture, by a processor of its defaults."""
+    """The verdict on a tiny copy of a class with pictures, by a processor of its defaults."""
     return registry.find("vision", "try")(name) if registry.installed("vision") else ""
 
 
 def _with_pictures(config: Config) -> str:
-    """What a tiny copy of the configured model does with a picture, by its own processor."""
+    """The verdict on a tiny copy of the configured model with pictures, by its own processor."""
     if not (registry.installed("vision") and (beside := kind_of("pictured").beside)):
         return ""
     try:

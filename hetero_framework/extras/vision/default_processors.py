@@ -53,8 +53,8 @@ _ASKED = re.compile(r"tokenizer(?:\.|, \")(?!add_)(\w+)_token\b")
 
 
 def try_pictures(name: str) -> str:
-    """What a tiny copy of a multimodal class, or of that of a model type, does with a picture: a
-    word, or why not. Empty for a class without pictures."""
+    """The verdict on a multimodal class, or on that of a model type, with pictures: "admitted", or
+    a word and the reason. Empty for a class without pictures."""
     classes = multimodal_classes()
     name = next((known for known, kind in classes.items() if name in (known, kind)), "")
     try:

@@ -261,7 +261,7 @@ class PictureStore:
 def _processed(
     processor: Any, image: Callable[[int], Image.Image], rows: Sequence[range], alone: bool | None
 ) -> MicroBatch:
-    """What a processor makes of these pictures. `alone` is `PictureStore._alone`."""
+    """A processor's inputs of the model for these pictures. `alone` is `PictureStore._alone`."""
     if alone is not None and sum(map(len, rows)) > 1:
         seen = [range(k, k + 1) for k in chain.from_iterable(rows)] if alone else [*rows]
         each = {one: _processed(processor, image, [one], None) for one in {*seen} if one}
@@ -359,8 +359,8 @@ def pictures_of(config: Config, tokenizer: PreTrainedTokenizerBase) -> PictureSt
 
 
 def usual(config: Config, tokens: int) -> MicroBatch:
-    """What the model sees of a micro-batch with a picture of 1024 x 1024 pixels in each row of
-    `tokens` tokens; empty where there is no processor to tell."""
+    """The model's inputs for a micro-batch with a picture of 1024 x 1024 pixels in each row of
+    `tokens` tokens; empty where no processor can be loaded."""
     file = BytesIO()
     Image.new("RGB", (1024, 1024)).save(file, "PNG")
     with suppress(HeteroError):
