@@ -58,7 +58,7 @@ lint: setup lines
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadgroup $(PYTEST_ARGS)
 
 faults: setup
 	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "faults and not alone" $(PYTEST_ARGS)
