@@ -978,7 +978,7 @@ class Coordinator:
             with self._ending_within(timeouts.STEP_END_S):
                 if best is not None and best.step != self._state.step:
                     self._checkpoints.take(best)
-                result = self._export()
+                result = self._export(None if best is None else best.step)
         except _Interrupted:
             self._stop_early()
         except errors.PeerLostError as error:
@@ -1004,12 +1004,12 @@ class Coordinator:
             return f"the result is in {self._make_result()}. {advice}"
         return advice
 
-    def _export(self) -> Path:
-        """Write the result. If that fails, a checkpoint keeps the work. While neither can be
-        written, both are tried again, since the work exists in memory only."""
+    def _export(self, step: int | None) -> Path:
+        """Write the result, of this `step`. If that fails, a checkpoint keeps the work. While
+        neither can be written, both are tried again, since the work exists in memory only."""
         for pause_s in (*_EXPORT_PAUSES_S, None):
             try:
-                write = partial(outputs.export, self._plans.prepared, self._cluster.pipeline)
+                write = partial(outputs.export, self._plans.prepared, self._cluster.pipeline, step)
                 return self._cluster.retrying(write)
             except (OSError, errors.UserError, errors.ResourceError) as error:
                 known = errors.as_hetero_error(error)
