@@ -81,6 +81,8 @@ class CheckpointStore:
         """Steps that were the best when they were evaluated, also those without a checkpoint."""
         self.saved: set[int] = set()
         """Steps that this run has saved; a rotation, or a person, may have deleted some."""
+        self.damaged: set[int] = set()
+        """Steps whose checkpoints were found to be damaged."""
         self._held: int | None = None
         self._waiting: set[int] = set()  # steps to delete when they are no longer held
 
@@ -90,9 +92,9 @@ class CheckpointStore:
         return next((step for step in reversed(self.best_steps) if step in self.saved), None)
 
     def has(self, step: int | None) -> bool:
-        """Whether the checkpoint of a step has a manifest."""
+        """Whether the checkpoint of a step has a manifest, and was not found to be damaged."""
         with suppress(CheckpointError):  # what cannot be looked at is not complete
-            return step in self.complete_steps()
+            return step in self.complete_steps() and step not in self.damaged
         return False
 
     def hold(self, step: int | None) -> None:

@@ -851,8 +851,10 @@ class Coordinator:
         )
         with self._ending_within(0.0):
             sums = self._cluster.run(info, LazyBatches(len(batches), batch))
+        with pipeline.judging_outcomes():
+            routing = [self._objective.routing(each.named) for each in pipeline.outcomes]
         metrics = {
-            **self._losses_of_set(sums, items, [*map(len, samples)]),
+            **self._losses_of_set(sums, items, [*map(len, samples)], routing),
             "samples": count,
             "batches": len(batches),
             "seconds": time.perf_counter() - started,
@@ -867,7 +869,11 @@ class Coordinator:
         return metrics
 
     def _losses_of_set(
-        self, sums: Sequence[float], items: Sequence[int], sizes: Sequence[int]
+        self,
+        sums: Sequence[float],
+        items: Sequence[int],
+        sizes: Sequence[int],
+        routing: Sequence[float],
     ) -> dict[str, float]:
         """`loss`, `token_loss` and `perplexity` of an evaluation set; arguments as for
         `sample_mean`."""
@@ -880,7 +886,7 @@ class Coordinator:
         # For a batch without labels TRL's own loss is 0; with label smoothing the loss is NaN.
         of_none = math.nan if self._config.training.label_smoothing_factor else 0.0
         return {
-            "loss": sample_mean(sums, items, sizes, of_none),
+            "loss": sample_mean(sums, items, sizes, of_none, routing),
             **(of_tokens if self._objective.counts_tokens else {}),
         }
 
@@ -978,7 +984,7 @@ class Coordinator:
             with self._ending_within(timeouts.STEP_END_S):
                 if best is not None and best.step != self._state.step:
                     self._checkpoints.take(best)
-                result = self._export()
+                result = self._export(None if best is None else best.step)
         except _Interrupted:
             self._stop_early()
         except errors.PeerLostError as error:
@@ -1004,12 +1010,12 @@ class Coordinator:
             return f"the result is in {self._make_result()}. {advice}"
         return advice
 
-    def _export(self) -> Path:
-        """Write the result. If that fails, a checkpoint keeps the work. While neither can be
-        written, both are tried again, since the work exists in memory only."""
+    def _export(self, step: int | None) -> Path:
+        """Write the result, of this `step`. If that fails, a checkpoint keeps the work. While
+        neither can be written, both are tried again, since the work exists in memory only."""
         for pause_s in (*_EXPORT_PAUSES_S, None):
             try:
-                write = partial(outputs.export, self._plans.prepared, self._cluster.pipeline)
+                write = partial(outputs.export, self._plans.prepared, self._cluster.pipeline, step)
                 return self._cluster.retrying(write)
             except (OSError, errors.UserError, errors.ResourceError) as error:
                 known = errors.as_hetero_error(error)
@@ -1119,7 +1125,11 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sample_mean(
-    sums: Sequence[float], items: Sequence[int], sizes: Sequence[int], of_none: float
+    sums: Sequence[float],
+    items: Sequence[int],
+    sizes: Sequence[int],
+    of_none: float,
+    routing: Sequence[float] | None = None,
 ) -> float:
     """The loss of an evaluation as the Trainer has it: batches' mean losses, averaged over samples.
 
@@ -1127,8 +1137,10 @@ def sample_mean(
         sums: Each batch's loss, summed over its `items`; `sizes` are the numbers of samples.
             Batches without a finite loss are left out, unless no batch has one.
         of_none: The loss of a batch without items.
+        routing: What is added to each batch's mean loss. None: nothing.
     """
-    means = [total / n if n else of_none for total, n in zip(sums, items, strict=True)]
+    added = zip(sums, items, routing or [0.0] * len(sums), strict=True)
+    means = [(total / n if n else of_none) + more for total, n, more in added]
     weighted = list(zip(means, sizes, strict=True))
     finite = [(mean, n) for mean, n in weighted if math.isfinite(mean)] or weighted
     return _total(mean * n for mean, n in finite) / sum(n for _, n in finite)

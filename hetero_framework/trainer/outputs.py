@@ -333,12 +333,13 @@ def _holder(file: Path) -> str:
         return "another run"
 
 
-def export(prepared: Prepared, pipeline: Pipeline) -> Path:
-    """Write the result that the stages hold. Returns its directory."""
+def export(prepared: Prepared, pipeline: Pipeline, step: int | None = None) -> Path:
+    """Write the result that the stages hold, of this `step` (None: the last one). Returns its
+    directory."""
     config, plan, directory = prepared.config, prepared.adapter_plan, prepared.config.result_dir
     output = OutputDirectory(directory, overwrite=True)
     tensors = (part.tensors for _, _, part in pipeline.export())
-    write_result(output, config, plan, prepared.source, prepared.tokenizer, tensors)
+    write_result(output, config, plan, prepared.source, prepared.tokenizer, tensors, step)
     return directory
 
 

@@ -159,10 +159,12 @@ class RunCheckpoints:
     def best(self) -> CheckpointReader | None:
         """The best checkpoint; None where there is none that can be read. As with the Trainer, no
         earlier one takes its place."""
+        if (step := self._store.best_step) is None:
+            return None
         try:
-            step = self._store.best_step
-            return None if step is None else self._store.resolve(step)
+            return self._store.resolve(step)
         except CheckpointError as error:
+            self._store.damaged.add(step)
             _log.warning("%s", error.message)
         return None
 

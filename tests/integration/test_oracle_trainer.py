@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from tests.cases import seldom
 from tests.integration.oracles import (
@@ -15,12 +17,13 @@ from tests.integration.oracles import (
     save_adapter,
     seeded_noise,
     stock_model,
+    tokenized,
     trained_weights,
     trainer_run,
 )
 from tests.integration.test_outputs import save_tiny
 from tests.integration.test_parity import assert_same, weights
-from tests.samples import save_llama
+from tests.samples import read_jsonl, save_llama
 
 pytestmark = pytest.mark.xdist_group("pool")
 
@@ -173,6 +176,36 @@ def test_the_loss_of_routers_agrees_with_trainer(way, losses, texts, tmp_path):
     assert_close(found, trained)
     off = {**sections, "model": {"name_or_path": str(model), "router_aux_loss_coef": 0.0}}
     assert losses([2, 4], "off", **off) != ours
+
+
+@pytest.mark.parametrize("smoothing", [0.0, pytest.param(0.1, marks=pytest.mark.long)])
+def test_the_loss_of_an_evaluation_has_that_of_routers(smoothing, losses, texts, tmp_path):
+    """Not the loss over tokens, nor the perplexity, nor a smoothed loss."""
+    routers = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = save_tiny(tmp_path / "model", "mixtral", **routers)
+    training = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    training |= {"per_device_eval_batch_size": 3, "label_smoothing_factor": smoothing}
+    files = {"train": str(texts), "eval": str(texts), "max_length": 64}
+    sections = {"model": {"name_or_path": str(model)}, "data": files, "training": training}
+    found = []
+    for name, cuts in (("whole", []), ("cut", [2, 4])):
+        losses(cuts, name, **sections)
+        line = read_jsonl(tmp_path / name / "metrics.jsonl")[-1]
+        found.append([line[f"eval_{part}"] for part in ("loss", "token_loss", "perplexity")])
+    assert found[0] == found[1]
+    trained = tmp_path / "cut" / "model"
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    told = {**training, "report_to": "none", "use_cpu": True}
+    trainer = Trainer(
+        stock_model(trained),
+        TrainingArguments(str(tmp_path / "trainer"), **told),
+        eval_dataset=tokenized(texts, tokenizer),
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+    )
+    of_all, of_tokens, perplexity = found[0]
+    assert of_all == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-5)
+    assert (of_all > of_tokens + 0.5) == (smoothing == 0)
+    assert perplexity == pytest.approx(math.exp(of_tokens))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from hetero_framework.errors import ArchitectureError, ProtocolError
 from hetero_framework.models.cut.chunked_loss import chunk_tokens, chunked_loss, spans
 from hetero_framework.models.cut.introspect import introspect
 from hetero_framework.models.cut.language import meta_model, model_class
-from hetero_framework.models.cut.objective import ChunkedObjective, Predictions
+from hetero_framework.models.cut.objective import ROUTING, ChunkedObjective, Predictions
 from hetero_framework.models.cut.shard import Inputs, Look, Shard
 from hetero_framework.models.cut.side import Bundle
 
@@ -62,14 +62,14 @@ class CausalLM(ChunkedObjective):
         predictions: Predictions | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss, and the tensors for `metrics` and of `predictions`. Outside training the loss
-        is without the routers' term."""
+        is without the routers' term, which is ROUTING."""
         divisor, differentiate = num_items, backward
         if backward is not None and averages_means(type(shard.model)):
             predicted = inputs["labels"][..., shard.ids_per_token :]
             divisor = predicted.ne(IGNORE_INDEX).sum().clamp(min=1)
             differentiate = _divided(backward, num_items)
         sums = TokenSums() if self.metric_names else None
-        sources = None
+        sources, routing = None, list[torch.Tensor]()
         if "sources" in inputs:
             sources = registry.needed("mixtures", "losses", "data.train with several sources")()
         parts = (sums, predictions, sources)
@@ -86,15 +86,17 @@ class CausalLM(ChunkedObjective):
                 look=look,
             )
         else:
-            only, smoother = backward is None, self._smoother
+            smoother, apart = self._smoother, None if backward is not None else routing
             with running():
                 loss = shard.loss(
-                    inputs, received, divisor, tokens_only=only, smoother=smoother, look=look
+                    inputs, received, divisor, apart=apart, smoother=smoother, look=look
                 )
             if differentiate is not None:
                 differentiate(loss)
             loss = loss.detach()
         named = {} if sums is None or sums.total is None else {SUMS: sums.total}
+        if routing:
+            named[ROUTING] = routing[0].detach().float()
         if predictions is not None:
             named |= predictions.named(inputs["labels"], chunks)
         if sources is not None:

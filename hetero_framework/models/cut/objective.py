@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from hetero_framework.config import StageSpec
 from hetero_framework.data.batches import PICTURES, MicroBatch
+from hetero_framework.errors import ProtocolError
 from hetero_framework.models.cut.chunked_loss import Span, chunk_tokens, spans
 from hetero_framework.models.cut.shard import Inputs, Shard
 from hetero_framework.models.cut.side import Bundle
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 COUNT = "batches/"
 """Prefix for the number of micro-batches that have a metric, where not all have it."""
+
+ROUTING = "routing"
+"""Names what the model adds to the mean loss of an evaluated micro-batch for its routers, 0-d."""
 
 
 class Predictions(Protocol):
@@ -125,6 +129,13 @@ class Objective(ABC):
         """The tensors for `metrics` of a step that ends an epoch: of the first `most` examples of
         each micro-batch where TRL's trainer measures only these, else (as here) of all."""
         return named
+
+    def routing(self, named: Mapping[str, torch.Tensor]) -> float:
+        """ROUTING of an evaluated micro-batch, 0 if it has none. Raises ProtocolError."""
+        term = named.get(ROUTING, torch.zeros(()))
+        if term.shape != () or not term.is_floating_point():
+            raise ProtocolError("the last stage gave no number for its routers")
+        return float(term)
 
     @property
     def shown(self) -> tuple[str, ...]:

@@ -560,15 +560,19 @@ class Shard:
         0-d; None without such a term. Raises ArchitectureError where the term is not known."""
         inputs, received = for_model(inputs, self.ids_per_token), as_inner(received)
         output = self._run(inputs, received)
-        if not self._whole.structure.reports:
-            return output.logits, None
-        weight = getattr(self.config.get_text_config(), "router_aux_loss_coef", None)
-        if weight is None or getattr(output, "aux_loss", None) is None:
+        routing = self._routing(output)
+        if routing is None and self._whole.structure.reports:
             raise ArchitectureError(
                 f"a {self.config.model_type} model does not tell what its routers add to the loss",
                 hint='set "model.router_aux_loss_coef": 0',
             )
-        return output.logits, weight * output.aux_loss
+        return output.logits, routing
+
+    def _routing(self, output: Any) -> Tensor | None:
+        """The term for the routers, from the model's output; None where it is not known."""
+        weight = getattr(self.config.get_text_config(), "router_aux_loss_coef", None)
+        found = getattr(output, "aux_loss", None) if self._whole.structure.reports else None
+        return None if weight is None or found is None else weight * found
 
     def classify(self, inputs: Inputs, received: Bundle) -> tuple[Tensor, Tensor]:
         """A classifier's own loss, the mean over all labels, and its logits: [B, labels], or
@@ -582,18 +586,18 @@ class Shard:
         received: Bundle,
         num_items: Tensor,
         *,
-        tokens_only: bool = False,
+        apart: list[Tensor] | None = None,
         smoother: LabelSmoother | None = None,
         look: Look | None = None,
     ) -> Tensor:
-        """The sum of the token losses over `inputs["labels"]` divided by `num_items`. Unless
-        `tokens_only`, it includes the model's term for the routers of all layers. With a
-        `smoother`, it is the smoother's token loss alone, as in transformers' Trainer. `look` only
-        reads."""
+        """The sum of the token losses over `inputs["labels"]` divided by `num_items`. It includes
+        the model's term for the routers of all layers, if there is no list `apart` that gets it.
+        With a `smoother`, it is the smoother's token loss alone, as in transformers' Trainer.
+        `look` only reads."""
         inputs, received = for_model(inputs, self.ids_per_token), as_inner(received)
         labels = inputs["labels"]
         structure = self._whole.structure
-        own = structure.loss_counts_items and not (tokens_only and structure.reports)
+        own = structure.loss_counts_items and (apart is None or not structure.reports)
         is_own, extra = own and smoother is None, dict[str, Any]()
         if is_own:
             extra = {"labels": labels, "num_items_in_batch": num_items}
@@ -608,6 +612,8 @@ class Shard:
             # accelerate gives float32 logits under autocast; transformers' own loss always does.
             smoothed: Tensor = smoother({"logits": logits.float()}, labels, True, num_items)
             return smoothed
+        if apart is not None and (routing := self._routing(output)) is not None:
+            apart.append(routing)
         return token_loss(self.model, logits, labels, num_items)
 
     def _run(self, inputs: Inputs, received: Bundle, cache: Any = None, **extra: Any) -> Any:
