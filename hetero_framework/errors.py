@@ -195,8 +195,9 @@ def of_system(error: BaseException | None) -> OSError | None:
 
 
 def of_disk(error: BaseException, kind: type[HeteroError]) -> type[HeteroError]:
-    """The class of error for a failed write: ResourceError if the disk is full, else `kind`."""
-    return ResourceError if getattr(error, "errno", None) in _NO_DISK else kind
+    """The class of error for a failed write: ResourceError if the disk is full, or if the file may
+    not be so large, else `kind`."""
+    return ResourceError if getattr(error, "errno", None) in (*_NO_DISK, errno.EFBIG) else kind
 
 
 def in_words(error: BaseException) -> str:

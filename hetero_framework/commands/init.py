@@ -314,18 +314,22 @@ def settled(answers: Answers, output: Path, **more: Any) -> Answers:
 
 def told_objectives(data: str | None) -> tuple[list[str], str]:
     """The objectives that suit the first example of `data`, the likeliest first, and the names of
-    the example's fields. Both are empty if the data are not in files on this machine."""
+    the example's fields. Both are empty if the data are not in files on this machine. Raises
+    DataError for data here that cannot be read."""
     if data is None:
         return [], ""
     from hetero_framework.data.kinds import objectives_of  # imports torch
     from hetero_framework.data.sources import find_sources, listed, read_file
 
     _data_folder(data)
-    with suppress(DataError):  # `hetero check` reports it
+    try:
         for source in find_sources(data, Path.cwd()):
             if source.is_file:
                 first = next(read_file(source))
                 return objectives_of(first), listed(first.fields)
+    except DataError:
+        if data and Path(data).expanduser().exists():  # others may come later
+            raise
     return [], ""
 
 
@@ -422,7 +426,7 @@ class _Questions:
 
     def ask_all(self) -> None:
         usual = _USUAL_DATA if Path(_USUAL_DATA).is_file() else None
-        self.fill("data", "Training data: a file or a dataset name", usual, checked_data)
+        self.fill("data", "Training data: a file or a dataset name", usual, _readable_data)
         told, listed = told_objectives(self.answers.data)
         if listed:
             self.say(f"The data have the fields {listed}.")
@@ -463,6 +467,11 @@ def checked_data(text: str) -> str:
     if is_file and not Path(text).expanduser().exists() and not glob.glob(text, recursive=True):
         raise UserError(f"there is no file {text}; a dataset's name on the hub is like ORG/NAME")
     _data_folder(text)
+    return text
+
+
+def _readable_data(text: str) -> str:
+    told_objectives(checked_data(text))
     return text
 
 
@@ -557,7 +566,7 @@ def _model_config(name: str, objective: str | None, folder: Path) -> Any:
 
 def beside(path: str | None, output: Path) -> str | None:
     """A local path as the file `output` must state it: relative if beside it. Hub names stay."""
-    if path is None or not Path(path).expanduser().exists():
+    if not path or not Path(path).expanduser().exists():  # "" would be this folder
         return path
     place, folder = Path(path).expanduser().resolve(), output.absolute().parent.resolve()
     is_inside = place.is_relative_to(folder)

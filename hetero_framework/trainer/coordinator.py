@@ -921,6 +921,7 @@ class Coordinator:
 
     def save(self) -> None:
         """Write a checkpoint of this step. _MAX_FAILED_SAVES failures in a row end the run."""
+        self._directories.keep()
         error = self._checkpoints.save(self._state)
         if error is not None and self._checkpoints.failures >= _MAX_FAILED_SAVES:
             raise errors.ResourceError(error.message, hint=self._rescued(error))

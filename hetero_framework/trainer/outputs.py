@@ -44,7 +44,7 @@ from hetero_framework.errors import (
     in_words,
     of_disk,
 )
-from hetero_framework.file_trust import other_writers, refuse_link
+from hetero_framework.file_trust import not_through_links, other_writers, refuse_link
 from hetero_framework.log import EVENTS_FILE, one_line
 from hetero_framework.models.adapters.adapter_plan import AdapterPlan
 from hetero_framework.models.cut.family import as_saved, family_named, family_of
@@ -75,6 +75,7 @@ _log = logging.getLogger(__name__)
 OWNER_FILE = ".hetero-run"
 HOLDER_FILE = ".lock.json"  # beside the lock: Windows lets nobody read a locked file
 UNFINISHED_FILE = ".unfinished"
+_MOST_BYTES = 1 << 16  # of what another run has said of itself
 _RECORDS = (METRICS_FILE, EVENTS_FILE, *registry.names("records"))
 _NO_LINKS = (".durable", ".lock", "logs", *registry.names("caches"), *_RECORDS)
 _HINTS = {
@@ -98,6 +99,7 @@ class RunDirectories:
         self._output = config.output_dir
         self._locks = contextlib.ExitStack()
         self.run_id = ""
+        self._goes_on = False
 
     def __enter__(self) -> RunDirectories:
         places = {
@@ -136,6 +138,7 @@ class RunDirectories:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.keep()
         self._locks.close()
 
     @property
@@ -153,13 +156,24 @@ class RunDirectories:
         """Do something after the run's last event, while its directories are still locked."""
         self._locks.callback(do)
 
+    def keep(self) -> None:
+        """Lock and mark `output_dir` again if it was moved or deleted while the run goes on."""
+        if self._goes_on and not (self._output / ".lock").exists():
+            text = "%s was moved or deleted; what the run writes from now on is in a new one"
+            _log.warning(text, self._output)
+            with contextlib.suppress(HeteroError):
+                self._locks.enter_context(_locked("training.output_dir", self._output))
+            self.mark_unfinished()
+
     def mark_unfinished(self) -> None:
         """Mark the run, so that the same command continues it from now on."""
+        self._goes_on = True
         with _tolerating(self._output):
             write_file(self._output / UNFINISHED_FILE, b"")
 
     def mark_finished(self) -> None:
         """Remove the mark, so that the next run here begins afresh."""
+        self._goes_on = False
         with _tolerating(self._output):
             (self._output / UNFINISHED_FILE).unlink(missing_ok=True)
 
@@ -316,6 +330,7 @@ def _locked(setting: str, directory: Path) -> Iterator[None]:
         started = psutil.Process().create_time()  # process numbers are reused one day
         about = {"process": os.getpid(), "started": started, "host": platform.node()}
         with contextlib.suppress(OSError):  # the lock holds without it
+            about["lock"] = (directory / ".lock").stat().st_ino  # a copied folder has another one
             write_file(holder, json.dumps(about).encode())
         yield
     finally:
@@ -327,9 +342,10 @@ def _locked(setting: str, directory: Path) -> Iterator[None]:
 def _holder(file: Path) -> str:
     """The holder of a lock in words, as its file beside the lock says."""
     try:
-        holder = json.loads(file.read_text(encoding="utf-8"))
+        with open(file, "rb", opener=not_through_links) as kept:
+            holder = json.loads(kept.read(_MOST_BYTES))
         return f"process {int(holder['process'])} on {one_line(str(holder['host']))}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return "another run"
 
 

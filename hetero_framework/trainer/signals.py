@@ -44,6 +44,10 @@ def hearing(words: Sequence[str], *, ends: bool = False) -> Iterator[StopRequest
     except KeyboardInterrupt:
         with contextlib.suppress(OSError):
             os.write(2, f"hetero: stopped: by {stop.requested or 'Ctrl-C'}\n".encode())
+    finally:
+        # After an interruption in an `exec` of text, as dataclasses have, Python ends by SIGINT,
+        # whatever the exit code is. A later `exec` makes it forget that.
+        exec("")
 
 
 class StopRequest:

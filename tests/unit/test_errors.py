@@ -78,6 +78,7 @@ def test_a_full_disk_is_told_in_words_whoever_tells_it():
     assert in_words(Exception(FULL)) == "No space left on device"
     assert isinstance(as_hetero_error(Exception(FULL)), ResourceError)
     assert of_disk(OSError(errno.ENOSPC, "x"), ConfigError) is ResourceError
+    assert of_disk(OSError(errno.EFBIG, "x"), ConfigError) is ResourceError
     assert of_disk(OSError(errno.EACCES, "x"), ConfigError) is ConfigError
 
 

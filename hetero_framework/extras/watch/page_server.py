@@ -286,11 +286,11 @@ def _lines(file: BinaryIO, place: int, size: int) -> tuple[list[bytes], int]:
     recent, lines = max(place, size - _MOST_BYTES), list[bytes]()
     distance = (recent - place) // _SPREAD
     file.seek(place)
-    while file.tell() < recent and (line := file.readline()):
-        lines.append(line)
+    while file.tell() < recent and (line := file.readline(_MOST_BYTES)):
+        lines += [line] * line.endswith(b"\n")  # of a longer line nothing is told
         if distance > len(line):
             file.seek(min(recent, file.tell() + distance - len(line)))
-            file.readline()
+            file.readline(_MOST_BYTES)
     place, data = file.tell(), file.read(2 * _MOST_BYTES)
     data = data[: data.rfind(b"\n") + 1]  # the last line may be under way
     return lines + data.splitlines(), place + len(data)

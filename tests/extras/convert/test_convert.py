@@ -258,6 +258,7 @@ def test_the_report_is_readable(convert, capsys, tmp_path):
         ("a.yml", "base_model: m\nbase_model: n\n", '"base_model" is given twice; keep one'),
         ("a.json", '{"SFTConfig": {"seed": 1}, "args": {"seed": 2}}', "seed is given twice"),
         ("a.yml", "base_model: m\nspecial_tokens: x\n", "a value of another kind than axolotl"),
+        ("a.yml", "base_model: m\ndatasets: [{path: [1]}]\n", "of another kind than axolotl"),
         ("a.yml", "- 1\n", "must hold one object"),
         ("a.yml", "name: x\n", "is not of axolotl, LLaMA-Factory or TRL"),
         ("a.json", '{"coordinator": {}, "shard_plan": []}', "is not of axolotl"),

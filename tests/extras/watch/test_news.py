@@ -63,6 +63,15 @@ def test_a_damaged_line_is_one_line(tmp_path):
     assert json.loads(last) == {"of": "events", "line": {"what": "run started"}}
 
 
+def test_of_a_line_without_end_nothing_is_told(tmp_path):
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        file.write(b'{"step": 1}\n')
+        file.truncate(1 << 40)  # far more than there is memory
+        file.seek(0, 2)
+        file.write(b'\n{"step": 2}\n')
+    assert steps(read(news.news_of(tmp_path, {}, threading.Event()))) == [1, 2]
+
+
 def test_a_run_that_goes_back_is_told_anew(tmp_path):
     lines = StepLines(tmp_path / "metrics.jsonl")
     for step in range(1, 6):

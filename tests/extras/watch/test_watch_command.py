@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from hetero_framework.config import PLAN_FILE
 from hetero_framework.errors import ConfigError
 from hetero_framework.extras.watch.commands.watch import RunBeside
 from hetero_framework.extras.watch.page_server import PageServer
+from hetero_framework.trainer import outputs
 from tests.extras.watch.pages import Client
 from tests.extras.watch.test_page_server import Told
 from tests.planting import STRANGER, plant
@@ -77,6 +79,16 @@ def test_the_page_of_a_run_that_is_gone_is_none(run, page, holder):
     beside = RunBeside(str(run))
     assert beside.address is None
     assert beside.act("stop") == NO_PAGE
+
+
+def test_a_copied_folder_has_no_run_and_a_moved_one_keeps_its_own(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    with outputs._locked("training.output_dir", run):
+        shutil.copytree(run, tmp_path / "copy")
+        run.rename(tmp_path / "moved")
+        found = [RunBeside(str(tmp_path / name))._process() for name in ("copy", "moved")]
+    assert found == [None, psutil.Process()]
 
 
 @pytest.mark.long

@@ -22,7 +22,7 @@ from hetero_framework.commands.init import (
     write_config,
 )
 from hetero_framework.config import Config, load_config
-from hetero_framework.errors import ConfigError, UserError
+from hetero_framework.errors import ConfigError, DataError, UserError
 from hetero_framework.models.cut.tiny import tiny_config
 from tests.installed import needs
 from tests.samples import save_llama
@@ -244,7 +244,7 @@ def test_wizard_asks_again_after_a_wrong_answer(tmp_path):
 def test_wizard_takes_defaults_and_skips_what_is_known(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text("")
+    (tmp_path / "data" / "train.jsonl").write_text('{"text": "a"}\n')
     output = tmp_path / "c.json"
     answers = Answers(model="m", layers=4)
     run_wizard(answers, output, ask=replies(*[""] * 6), say=lambda text: None)
@@ -366,6 +366,22 @@ def test_a_folder_without_data_is_refused(tmp_path):
     answers = Answers(model="org/m", layers=2, data=str(tmp_path))
     with pytest.raises(UserError, match="holds no file that can be read"):
         write_config(answers, tmp_path / "c.json")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.xyz", "a.csv"])
+def test_data_that_cannot_be_read_are_refused_and_asked_for_again(name, tmp_path):
+    data, said = tmp_path / name, list[str]()
+    data.write_bytes(b"" if name == "a.jsonl" else b"text\n\xe9\n")
+    with pytest.raises(DataError, match=name):
+        write_config(Answers(model="org/m", layers=2, data=str(data)), tmp_path / "c.json")
+    answers = replace(ALL, data=None)
+    run_wizard(answers, tmp_path / "c.json", ask=replies(str(data), "some/d", ""), say=said.append)
+    assert name in said[1]
+
+
+def test_data_without_a_name_are_not_this_folder(tmp_path):
+    config = write_config(Answers(model="org/m", layers=2, data=""), tmp_path / "c.json")
+    assert config.data is None
 
 
 def test_data_that_are_not_there_yet_are_noted(tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,6 +133,38 @@ def test_a_directory_in_use_is_refused_by_its_setting(alone, tmp_path, setting):
         pass
     with entered(two):
         pass
+
+
+@pytest.mark.parametrize("said", ['{"process": 1e400, "host": "h"}', "[" * 60_000, "[]", "pipe"])
+def test_a_holder_that_says_nothing_is_another_run(alone, said):
+    config = alone("one")
+    with entered(config):
+        file = config.output_dir / outputs.HOLDER_FILE
+        if said == "pipe":
+            file.unlink()
+            os.mkfifo(file)
+        else:
+            file.write_text(said)
+        with pytest.raises(ConfigError, match="another run is writing"), entered(config):
+            pass
+
+
+def test_a_run_whose_folder_is_deleted_is_locked_and_goes_on_in_a_new_one(alone, logged):
+    config = alone("one")
+    with entered(config) as directories:
+        directories.mark_unfinished()
+        shutil.rmtree(config.output_dir)
+        directories.keep()
+        with pytest.raises(ConfigError, match="is writing into"), entered(config):
+            pass
+        shutil.rmtree(config.output_dir)
+    assert directories.is_unfinished
+    assert "was moved or deleted" in logged[0]
+    with entered(config) as directories:
+        directories.mark_unfinished()
+        directories.mark_finished()
+        shutil.rmtree(config.output_dir)
+    assert not directories.is_unfinished
 
 
 @pytest.mark.parametrize("setting", ["checkpoint_dir", "logging_dir"])

@@ -193,3 +193,18 @@ def test_a_request_from_another_thread_saves_and_does_not_ask():
     assert stop.requested == "the page"
     assert stop.waited_s > 0
     assert stop.wants_checkpoint("Save?")
+
+
+def test_a_signal_while_python_runs_a_text_ends_with_the_exit_code_too(tmp_path, monkeypatch):
+    """A module that is run notes that, and would end by SIGINT."""
+    (tmp_path / "run.py").write_text("""
+import sys
+from hetero_framework.trainer.signals import STOPPED, hearing
+with hearing(["train"], ends=True):
+    exec("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+sys.exit(STOPPED)
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    done = subprocess.run([sys.executable, "-m", "run"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (signals.STOPPED, "hetero: stopped: by SIGTERM\n")

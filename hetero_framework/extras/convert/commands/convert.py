@@ -63,9 +63,8 @@ _OF_A_SHELL = re.compile(r".*[$`].*|;.*|[|&]+|\d?>.*|<", re.DOTALL)
 
 def run(arguments: argparse.Namespace) -> int:
     file, output = Path(arguments.file), Path(arguments.output)
-    made = _converted(file, arguments)
+    made, raw = _converted(file, arguments)
     refuse_output(output, overwrite=arguments.overwrite, inputs=[file])
-    raw = _whole_file(made, arguments)
     config = Config.from_dict(raw, output.absolute().parent, name=f"what {file} becomes")
     write_file(output, json.dumps(raw, indent=2, ensure_ascii=False).encode() + b"\n")
     data = {
@@ -82,12 +81,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _converted(file: Path, arguments: argparse.Namespace) -> Conversion:
+def _converted(file: Path, arguments: argparse.Namespace) -> tuple[Conversion, dict[str, Any]]:
+    """The conversion of a file, and the whole file that it becomes."""
     keys, program = read_recipe(file)
     named = {"model.name_or_path": arguments.model, "data.train": arguments.data}
     given = {name: value for name, value in named.items() if value}
     try:
-        return Conversion(program, keys, arguments.world_size or 0, given)
+        made = Conversion(program, keys, arguments.world_size or 0, given)
+        return made, _whole_file(made, arguments)
     except (AttributeError, TypeError, ValueError) as error:
         problem = f"{file} has a value of another kind than {program} takes: {error}"
         raise UserError(problem, hint="--debug shows where") from error

@@ -118,12 +118,15 @@ class RunBeside:
 
     def _process(self) -> psutil.Process | None:
         """The process of the run on this machine. A later process with the same number does not
-        count, nor does one elsewhere. Raises OSError if others may have written the number."""
+        count, nor one elsewhere or of a folder that was copied here. Raises OSError if others may
+        have written the number."""
         file = self.folder / ".lock.json"
         with suppress(FileNotFoundError, *_DAMAGED):
             holder = json.loads(read_own(file, strictly=True))
             number, host = holder["process"], holder["host"]
-            if type(number) is int and host == platform.node():
+            lock = self.folder / ".lock"
+            is_copied = "lock" in holder and holder["lock"] != lock.stat().st_ino
+            if type(number) is int and host == platform.node() and not is_copied:
                 process = psutil.Process(number)
                 began = process.create_time()
                 started = holder.get("started", began if number > 1 else math.nan)
