@@ -351,11 +351,10 @@ class Formatter:
     def _tokenised(self, record: Record) -> Tokens:
         """An example that is tokenised already. Raises DataError if its parts do not fit
         together."""
-        given = {
-            name: record.fields.get(name) for name in ("input_ids", "attention_mask", *_LABELS)
-        }
-        lists = {name: value for name, value in given.items() if value is not None}
-        self.use(record, *given, has_parts=False)
+        names = "input_ids", "attention_mask", *_LABELS
+        given = {name: record.fields.get(name) for name in names}
+        lists: dict[str, Any] = {n: v for n, v in given.items() if n == names[0] or v is not None}
+        self.use(record, *names, has_parts=False)
         for name, value in lists.items():
             if not isinstance(value, list) or not all(type(n) in (int, bool) for n in value):
                 raise DataError(f"{record.where}: {name} must be a list of whole numbers")

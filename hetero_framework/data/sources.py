@@ -58,7 +58,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Numeric:
-    """Names of columns. The first of these that a table has holds numbers, or true and false; with
+    """Names of columns. The first of these that has cells holds numbers, or true and false; with
     `or_names` it may hold names instead."""
 
     columns: tuple[str, ...] = ()

@@ -29,15 +29,15 @@ def _records(path: Path, numeric: Numeric, separator: str) -> Iterator[Record]:
     """The rows as objects of texts, an empty cell as an empty text; a column of `numeric` is typed.
     Raises DataError, with the line, for rows of another length than the header's."""
     header: list[str] = []
-    column = None
+    typed: dict[str, Callable[[str], Any]] = {}
     for line, row in _rows(path, separator):
         where = f"{path}:{line}"
         if not header:
             header = _header(where, row, separator)
-            column = next((name for name in numeric.columns if name in header), None)
-            if column is not None:
-                at = header.index(column)
-                value_of = _type(path, separator, column, at, numeric.or_names)
+            for name in filter(header.__contains__, numeric.columns):
+                typed[name] = _type(path, separator, name, header.index(name), numeric.or_names)
+                if typed[name] is not _nothing:
+                    break
             continue
         if len(row) != len(header):
             raise DataError(
@@ -47,8 +47,7 @@ def _records(path: Path, numeric: Numeric, separator: str) -> Iterator[Record]:
                 ' stands between ", and a " in it is written twice',
             )
         fields: dict[str, Any] = dict(zip(header, row, strict=True))
-        if column is not None:
-            fields[column] = value_of(fields[column])
+        fields |= {name: value_of(fields[name]) for name, value_of in typed.items()}
         yield Record(where, fields)
 
 
@@ -65,6 +64,8 @@ def _rows(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
     def fed() -> Iterator[str]:
         nonlocal begun, taken
         for number, line in lines(path, newline="", hint=hint):
+            if not begun and separator not in line and not line.strip(" \t\r\n"):
+                continue  # as in pandas
             begun, taken = begun or number, taken + len(line)
             if taken > MAX_LINE_BYTES:
                 size = MAX_LINE_BYTES >> 20
@@ -122,7 +123,7 @@ def _type(
     kinds = first.keys()
     odd = [first[kind] for kind in ("name", "empty") if kind in kinds]
     if kinds == {"empty"}:
-        return lambda cell: None
+        return _nothing
     if or_names and "name" in kinds and not kinds & {"whole", "decimal"}:
         return str
     if odd or ("truth" in kinds and len(kinds) > 1):
@@ -139,6 +140,10 @@ def _type(
     if "truth" in kinds:
         return lambda cell: _TRUTHS[cell.lower()]
     return float if "decimal" in kinds else int
+
+
+def _nothing(cell: str) -> None:
+    """The value of each cell of an empty column."""
 
 
 def _kind(cell: str) -> str:

@@ -163,6 +163,7 @@ def test_a_completion_mask_that_is_given_counts_by_itself(tmp_path):
         ({"input_ids": [5, 0], "attention_mask": [1, 0]}, "hold padding"),
         ({"input_ids": [5, 10**6]}, "the model has only"),
         ({"input_ids": "5 6"}, "input_ids must be a list of whole numbers"),
+        ({"input_ids": None, "labels": [5, 6]}, "input_ids must be a list of whole numbers"),
         ({"input_ids": [5, 6], "loss_mask": [0, 1]}, "the field loss_mask of an example"),
     ],
 )
