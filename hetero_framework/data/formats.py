@@ -149,7 +149,8 @@ def columns_hint(fields: Collection[str], *layouts: Sequence[str]) -> str:
         found: dict[str, str] = {}
         for name in sorted(names, key=lambda name: name not in fields):
             left = [field for field in fields if field not in found.values()]
-            called = (field for field in left if re.fullmatch(_CALLED.get(name, name), field, re.I))
+            known = re.compile(f"{name}|{_CALLED.get(name, name)}", re.IGNORECASE)
+            called = filter(known.fullmatch, left)
             if column := name if name in left else next(called, None):
                 found[name] = column
         if len(found) == len(names):

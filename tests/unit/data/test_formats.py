@@ -381,6 +381,8 @@ FOLLOWED = [
     {"question": "Sum?", "context": "2 and 2", "answer": "4"},
     {"Question": "2 and 2?", "Answer": "4"},
     {"dialog": chat("2?", "2")},
+    {"Messages": chat("2?", "2")},
+    {"Text": "two and two"},
     {"content": "two and two"},
     {"article_body": "two and two"},
 ]
