@@ -59,10 +59,11 @@ class Record:
 @dataclass(frozen=True)
 class Numeric:
     """Names of columns. The first of these that has cells holds numbers, or true and false; with
-    `or_names` it may hold names instead."""
+    `or_names` it may hold names instead; true and false are names where they are in `names`."""
 
     columns: tuple[str, ...] = ()
     or_names: bool = False
+    names: tuple[str, ...] = ()
 
 
 TEXTS = Numeric()

@@ -35,7 +35,7 @@ def _records(path: Path, numeric: Numeric, separator: str) -> Iterator[Record]:
         if not header:
             header = _header(where, row, separator)
             for name in filter(header.__contains__, numeric.columns):
-                typed[name] = _type(path, separator, name, header.index(name), numeric.or_names)
+                typed[name] = _type(path, separator, name, header.index(name), numeric)
                 if typed[name] is not _nothing:
                     break
             continue
@@ -112,19 +112,23 @@ def _header(where: str, row: list[str], separator: str) -> list[str]:
 
 
 def _type(
-    path: Path, separator: str, name: str, at: int, or_names: bool
+    path: Path, separator: str, name: str, at: int, numeric: Numeric
 ) -> Callable[[str], bool | float | str | None]:
     """The function that makes a value of a column's cell. Raises DataError for the first cell that
     is of another kind than the others."""
     first: dict[str, tuple[str, str]] = {}
+    are_names = bool(numeric.names)
     for line, row in islice(_rows(path, separator), 1, None):
         if at < len(row):
             first.setdefault(_kind(row[at]), (f"{path}:{line}", row[at]))
+            are_names = are_names and row[at] in numeric.names
     kinds = first.keys()
+    if are_names and kinds == {"truth"}:
+        return str
     odd = [first[kind] for kind in ("name", "empty") if kind in kinds]
     if kinds == {"empty"}:
         return _nothing
-    if or_names and "name" in kinds and not kinds & {"whole", "decimal"}:
+    if numeric.or_names and "name" in kinds and not kinds & {"whole", "decimal"}:
         return str
     if odd or ("truth" in kinds and len(kinds) > 1):
         *_, (where, cell) = odd[:1] or first.values()

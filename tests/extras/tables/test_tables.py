@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 from hetero_framework.data.kinds import kind_of
 from hetero_framework.data.sources import Numeric, find_sources, read_file
 from hetero_framework.data.splits import SplitReader
+from hetero_framework.data.train_data import load_data
 from hetero_framework.errors import DataError
+from tests.unit.data_helpers import make_config, tiny_tokenizer
 
 pandas = pytest.importorskip("pandas")
 ROWS = [{"text": f"row {k}", "scores": [k, 0.5], "more": {"a": k}} for k in range(2300)]
@@ -381,6 +383,36 @@ def test_a_column_without_cells_does_not_hide_the_next_one(tmp_path):
         rows = [record.fields for record in reader.read(find_sources(name, tmp_path), print)]
         assert [row["labels"] for row in rows] == labels
         assert [row.get("label") for row in rows] == [None, None]
+
+
+WORDS = ["maybe", "true"]
+
+
+@pytest.mark.parametrize(
+    ("given", "cells", "numbers"),
+    [
+        ([*WORDS, "false"], ["true", "false"], [2, 0]),
+        (["True", "None", "False"], ["True"], [2]),
+        (WORDS, ["true"], [1]),
+        (WORDS, ["false"], "label false may be a class's number, maybe"),
+        (["b", "a"], ["1", "0"], [1, 0]),
+        (["b", "a"], ["true", "false"], [1, 0]),
+    ],
+    ids=repr,
+)
+def test_true_and_false_are_the_names_that_the_classes_have(given, cells, numbers, tmp_path):
+    """A held-out file may hold no other of the names, so that its column looks like numbers."""
+    for name, labels in (("train.csv", given), ("eval.csv", cells)):
+        lines = "".join(f"The fox {k},{label}\n" for k, label in enumerate(labels))
+        (tmp_path / name).write_text(f"text,label\n{lines}")
+    config = make_config(
+        tmp_path, {"train": "train.csv", "eval": "eval.csv"}, objective="classification"
+    )
+    if isinstance(numbers, str):
+        with pytest.raises(DataError, match=numbers):
+            load_data(config, tiny_tokenizer())
+    else:
+        assert load_data(config, tiny_tokenizer()).eval_sets[""].targets[:, 0].tolist() == numbers
 
 
 def test_an_old_feather_file_is_named(tmp_path):
