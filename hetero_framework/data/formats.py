@@ -149,7 +149,8 @@ def columns_hint(fields: Collection[str], *layouts: Sequence[str]) -> str:
         found: dict[str, str] = {}
         for name in sorted(names, key=lambda name: name not in fields):
             left = [field for field in fields if field not in found.values()]
-            called = (field for field in left if re.fullmatch(_CALLED.get(name, name), field, re.I))
+            known = re.compile(f"{name}|{_CALLED.get(name, name)}", re.IGNORECASE)
+            called = filter(known.fullmatch, left)
             if column := name if name in left else next(called, None):
                 found[name] = column
         if len(found) == len(names):
@@ -351,11 +352,10 @@ class Formatter:
     def _tokenised(self, record: Record) -> Tokens:
         """An example that is tokenised already. Raises DataError if its parts do not fit
         together."""
-        given = {
-            name: record.fields.get(name) for name in ("input_ids", "attention_mask", *_LABELS)
-        }
-        lists = {name: value for name, value in given.items() if value is not None}
-        self.use(record, *given, has_parts=False)
+        names = "input_ids", "attention_mask", *_LABELS
+        given = {name: record.fields.get(name) for name in names}
+        lists: dict[str, Any] = {n: v for n, v in given.items() if n == names[0] or v is not None}
+        self.use(record, *names, has_parts=False)
         for name, value in lists.items():
             if not isinstance(value, list) or not all(type(n) in (int, bool) for n in value):
                 raise DataError(f"{record.where}: {name} must be a list of whole numbers")

@@ -58,11 +58,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Numeric:
-    """Names of columns. The first of these that a table has holds numbers, or true and false; with
-    `or_names` it may hold names instead."""
+    """Names of columns. The first of these that has cells holds numbers, or true and false; with
+    `or_names` it may hold names instead; true and false are names where they are in `names`."""
 
     columns: tuple[str, ...] = ()
     or_names: bool = False
+    names: tuple[str, ...] = ()
 
 
 TEXTS = Numeric()

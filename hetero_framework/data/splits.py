@@ -60,9 +60,8 @@ class SplitReader:
     def _numeric(self) -> Numeric:
         """`numeric` with the names that the columns have in the files."""
         old = self.columns or {}
-        return replace(
-            self.numeric, columns=tuple(old.get(name, name) for name in self.numeric.columns)
-        )
+        there = (old.get(n, n) for n in self.numeric.columns if n in old or n not in old.values())
+        return replace(self.numeric, columns=tuple(there))
 
     def read(self, sources: Sequence[Source], say: Callable[[str], None]) -> Iterator[Record]:
         """Stream the examples; `say` is told of files that are not read. Raises DataError, with

@@ -361,8 +361,10 @@ class Reader:
         return islice(reader.read(sources, lambda note: None), self.most)
 
     def _splits(self, split: str, whole: tuple[str, ...]) -> SplitReader:
-        data = self.data
-        return SplitReader(split, whole, data.dataset_config, data.columns, self.kind.numeric)
+        data, numeric = self.data, self.kind.numeric
+        if self.labels is not None and self.labels.problem != "regression":
+            numeric = replace(numeric, names=self.labels.names)
+        return SplitReader(split, whole, data.dataset_config, data.columns, numeric)
 
     @property
     def kind(self) -> ExampleKind:

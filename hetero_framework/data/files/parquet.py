@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 _ROWS = 1000
 _BATCH_BYTES = 64 << 20
 _SPLIT = "divide it into several rows"
+_MEASURED = {"string", "large_string", "binary", "large_binary"}  # pyarrow has their lengths
 
 
 def records(path: Path) -> Iterator[Record]:
@@ -75,6 +77,9 @@ def table_records(
                     yield Record(f"{name} row {number}", plain(row))
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{name}: damaged {what} after row {number} ({error})") from error
+    except (OverflowError, ValueError) as error:  # no UTF-8, no JSON, or no date that Python has
+        text = f"{name} cannot be read behind row {number}: {error}"
+        raise DataError(text, hint="write the table without that column, or as text") from error
 
 
 def _twice(fields: Any) -> str | None:
@@ -113,7 +118,9 @@ def _length(column: Any) -> int:
         return _length(column.storage)
     if pyarrow.types.is_dictionary(kind):
         texts = column.dictionary
-        if pyarrow.types.is_nested(texts.type) or pyarrow.types.is_primitive(texts.type):
+        if str(texts.type) in ("string_view", "binary_view"):
+            texts = texts.cast(pyarrow.large_binary())
+        if str(texts.type) not in _MEASURED:
             return len(column) * max(8, _length(texts) // max(1, len(texts)))
         lengths = pc.binary_length(texts).take(column.indices)
         return 2 * len(column) + (pc.sum(lengths).as_py() or 0)
@@ -139,7 +146,7 @@ def class_names(features: Mapping[str, Any] | None) -> dict[str, tuple[str, ...]
         while hasattr(feature, "feature"):
             feature = feature.feature
         if (names := getattr(feature, "names", None)) is not None:
-            found[column] = tuple(names)
+            found[column] = tuple(map(str, names))
     return found
 
 
@@ -166,7 +173,10 @@ def row_converter(schema: pyarrow.Schema | None) -> Callable[[dict[str, Any]], d
     if schema is not None and b"huggingface" in (schema.metadata or {}):
         from datasets import Features  # slow
 
-        features = Features.from_arrow_schema(schema)
+        try:
+            features = Features.from_arrow_schema(schema)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ValueError(f"features of `datasets` in its schema: {error}") from error
         schema, names = features.arrow_schema, class_names(features)
     types = {field.name: field.type for field in schema or ()}
 
@@ -191,4 +201,6 @@ def _plain(value: Any, kind: Any) -> Any:
         }
     if isinstance(value, list) and hasattr(kind, "value_type"):
         return [_plain(item, kind.value_type) for item in value]
+    if isinstance(value, Decimal):  # as text tables have such numbers
+        return float(value) if getattr(kind, "value_type", kind).scale > 0 else int(value)
     return value

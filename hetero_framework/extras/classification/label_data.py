@@ -18,9 +18,15 @@ from hetero_framework.config import DataConfig, TrainingConfig
 from hetero_framework.data.batches import MicroBatch, collate
 from hetero_framework.data.conversations import CONVERSATION_FIELDS
 from hetero_framework.data.examples import IGNORE_INDEX, Examples
-from hetero_framework.data.formats import Formatter, Tokens, field_of, string_field
+from hetero_framework.data.formats import (
+    Formatter,
+    Tokens,
+    columns_hint,
+    field_of,
+    string_field,
+)
 from hetero_framework.data.kinds import ExampleKind
-from hetero_framework.data.sources import Numeric, Record, check_unicode
+from hetero_framework.data.sources import Numeric, Record, check_unicode, listed
 from hetero_framework.errors import DataError
 from hetero_framework.extras.classification.labels import (
     OF_TEXTS,
@@ -74,6 +80,10 @@ class TextFormatter(Formatter):
             return found
         field = self.options.dataset_text_field
         for record, name in zip(records, names, strict=True):
+            if field not in record.fields:
+                shown, layouts = listed(record.fields), ((field, PAIR, name), (field, name))
+                text = f"{record.where}: no field {field}; its fields are {shown}"
+                raise DataError(text, hint=columns_hint(record.fields, *layouts))
             self.use(record, field, PAIR, name)
         parts = [[string_field(record, field) for record in records]]
         if any(record.fields.get(PAIR) is not None for record in records):

@@ -66,12 +66,13 @@ class ClassLabels:
         if isinstance(value, str) and value in self.names:
             return self.names.index(value)
         if type(value) in (int, bool) and 0 <= value < len(self.names):
-            named = {str(value), str(value).lower()}.intersection(self.names)
-            if named and self.names[value] not in named:
+            own = {str(value), str(value).lower()}
+            known = {*own, "True", "true", "False", "false"} if isinstance(value, bool) else own
+            if known.intersection(self.names) and self.names[value] not in own:
                 raise DataError(
                     f"{where}: the label {shown(value)} may be a class's number,"
                     f" {_listed(self.names[value : value + 1])}, or the name of another one",
-                    hint="give the labels as texts, or leave model.label_names out",
+                    hint="give the labels as texts (in .jsonl), or leave model.label_names out",
                 )
         if isinstance(value, int) and 0 <= value < len(self.names):
             return int(value)

@@ -42,7 +42,8 @@ def shown_examples(config: Config, tokenizer: PreTrainedTokenizerBase, count: in
         return [_packed(packed, k, tokenizer, data) for k in range(min(count, len(packed)))]
     if data.streaming:
         with closing(load_data(config, tokenizer)) as stream:
-            return [_row(stream.examples, k, tokenizer, data) for k in range(count)]
+            rows: Any = stream.examples
+            return [_row(rows, k, tokenizer, data) for k in range(min(count, len(rows)))]
     reader = Reader(data, config.base_dir, tokenizer, None, [], training=config.training)
     reader.prepare(config)
     numbers: Any = [None] * len(data.parts)
@@ -110,8 +111,10 @@ def _views(record: Record, formatter: Formatter, reader: Reader) -> tuple[bool, 
     row with its own prompt."""
     data, tokenizer = reader.data, reader.tokenizer
     left_out = []
-    before = formatter.notes.counts()
+    before, num_cut = formatter.notes.counts(), formatter.num_cut
     [rows] = formatter.rows([record])
+    if formatter.num_cut > num_cut:
+        left_out.append("what the tokenizer cut off (data.max_length)")
     if unused := [name for name in record.fields if name in formatter.unused]:
         left_out.append("the fields " + listed(unused))
     for remark in formatter.notes.counts() - before:

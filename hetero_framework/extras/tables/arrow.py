@@ -96,6 +96,8 @@ def _batches(file: Any) -> Iterator[pyarrow.RecordBatch]:
     file.seek(0)
     if not is_file:
         yield from pyarrow.ipc.open_stream(file)
+        if file.tell() < file.size():
+            raise pyarrow.ArrowInvalid("more follows the end of its stream")
         return
     reader = pyarrow.ipc.open_file(file)
     for number in range(reader.num_record_batches):

@@ -29,15 +29,15 @@ def _records(path: Path, numeric: Numeric, separator: str) -> Iterator[Record]:
     """The rows as objects of texts, an empty cell as an empty text; a column of `numeric` is typed.
     Raises DataError, with the line, for rows of another length than the header's."""
     header: list[str] = []
-    column = None
+    typed: dict[str, Callable[[str], Any]] = {}
     for line, row in _rows(path, separator):
         where = f"{path}:{line}"
         if not header:
             header = _header(where, row, separator)
-            column = next((name for name in numeric.columns if name in header), None)
-            if column is not None:
-                at = header.index(column)
-                value_of = _type(path, separator, column, at, numeric.or_names)
+            for name in filter(header.__contains__, numeric.columns):
+                typed[name] = _type(path, separator, name, header.index(name), numeric)
+                if typed[name] is not _nothing:
+                    break
             continue
         if len(row) != len(header):
             raise DataError(
@@ -47,8 +47,7 @@ def _records(path: Path, numeric: Numeric, separator: str) -> Iterator[Record]:
                 ' stands between ", and a " in it is written twice',
             )
         fields: dict[str, Any] = dict(zip(header, row, strict=True))
-        if column is not None:
-            fields[column] = value_of(fields[column])
+        fields |= {name: value_of(fields[name]) for name, value_of in typed.items()}
         yield Record(where, fields)
 
 
@@ -65,6 +64,8 @@ def _rows(path: Path, separator: str) -> Iterator[tuple[int, list[str]]]:
     def fed() -> Iterator[str]:
         nonlocal begun, taken
         for number, line in lines(path, newline="", hint=hint):
+            if not begun and separator not in line and not line.strip(" \t\r\n"):
+                continue  # as in pandas
             begun, taken = begun or number, taken + len(line)
             if taken > MAX_LINE_BYTES:
                 size = MAX_LINE_BYTES >> 20
@@ -111,19 +112,23 @@ def _header(where: str, row: list[str], separator: str) -> list[str]:
 
 
 def _type(
-    path: Path, separator: str, name: str, at: int, or_names: bool
+    path: Path, separator: str, name: str, at: int, numeric: Numeric
 ) -> Callable[[str], bool | float | str | None]:
     """The function that makes a value of a column's cell. Raises DataError for the first cell that
     is of another kind than the others."""
     first: dict[str, tuple[str, str]] = {}
+    are_names = bool(numeric.names)
     for line, row in islice(_rows(path, separator), 1, None):
         if at < len(row):
             first.setdefault(_kind(row[at]), (f"{path}:{line}", row[at]))
+            are_names = are_names and row[at] in numeric.names
     kinds = first.keys()
+    if are_names and kinds == {"truth"}:
+        return str
     odd = [first[kind] for kind in ("name", "empty") if kind in kinds]
     if kinds == {"empty"}:
-        return lambda cell: None
-    if or_names and "name" in kinds and not kinds & {"whole", "decimal"}:
+        return _nothing
+    if numeric.or_names and "name" in kinds and not kinds & {"whole", "decimal"}:
         return str
     if odd or ("truth" in kinds and len(kinds) > 1):
         *_, (where, cell) = odd[:1] or first.values()
@@ -139,6 +144,10 @@ def _type(
     if "truth" in kinds:
         return lambda cell: _TRUTHS[cell.lower()]
     return float if "decimal" in kinds else int
+
+
+def _nothing(cell: str) -> None:
+    """The value of each cell of an empty column."""
 
 
 def _kind(cell: str) -> str:

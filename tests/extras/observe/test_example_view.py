@@ -101,6 +101,28 @@ def test_what_is_shown_is_what_a_run_takes(tmp_path, case):
     assert found == taken
 
 
+@pytest.mark.parametrize(("rows", "objective"), [(CLASSES, "classes"), (WORDS, "words")])
+def test_what_the_tokenizer_cuts_off_is_told(tmp_path, rows, objective):
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    config = make_config(tmp_path, {"train": "rows.jsonl", "max_length": 7}, **CASES[objective][2])
+    shown = shown_examples(config, tiny_tokenizer(), 99)
+    lengths = [example.tokens for example in shown]
+    assert max(lengths) == 7 > min(lengths)
+    told = sum(any("data.max_length" in why for why in each.left_out) for each in shown)
+    assert f"train: {told} of {len(rows)} examples were longer" in "".join(
+        load_data(config, tiny_tokenizer()).report
+    )
+
+
+@needs("streams")
+def test_no_more_of_a_stream_is_shown_than_a_run_takes(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl", TEXTS)
+    tiny_tokenizer().save_pretrained(tmp_path / "model")  # which the stream's process reads
+    settings = {"train": "rows.jsonl", "streaming": True}
+    counts = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+    assert len(shown_examples(make_config(tmp_path, settings, **counts), tiny_tokenizer(), 9)) == 4
+
+
 def test_show_uses_colour_instead_of_brackets_on_a_terminal():
     example = {"where": "a:1", "tokens": 3, "trained": 1, "left_out": ["thinking"]}
     example["pieces"] = [("one", False), (" two\n", True), ("three", False)]

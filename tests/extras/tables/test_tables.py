@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import tracemalloc
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
@@ -21,7 +22,9 @@ from hypothesis import strategies as st
 from hetero_framework.data.kinds import kind_of
 from hetero_framework.data.sources import Numeric, find_sources, read_file
 from hetero_framework.data.splits import SplitReader
+from hetero_framework.data.train_data import load_data
 from hetero_framework.errors import DataError
+from tests.unit.data_helpers import make_config, tiny_tokenizer
 
 pandas = pytest.importorskip("pandas")
 ROWS = [{"text": f"row {k}", "scores": [k, 0.5], "more": {"a": k}} for k in range(2300)]
@@ -288,6 +291,128 @@ def test_a_column_that_is_there_twice_is_refused_in_every_table(tmp_path):
             write(table, tmp_path / name)
             with pytest.raises(DataError, match=r"two columns are called 'a'"):
                 list(read_file(find_sources(name, tmp_path)[0]))
+
+
+@pytest.mark.parametrize(
+    "texts", [pyarrow.array(["a", _TEXT], "string_view"), pyarrow.array([Decimal("0.5"), None])]
+)
+def test_a_dictionary_of_any_type_is_read_within_the_limit(texts, tmp_path):
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([1, 0, 1]), texts)
+    _stream(pyarrow.table({"x": column}), tmp_path / "a.arrow")
+    expected = [{"x": v if isinstance(v, str | None) else float(v)} for v in column.to_pylist()]
+    assert read("a.arrow", tmp_path) == expected
+    listed = pyarrow.ListArray.from_arrays([0, 12], column.take(pyarrow.array([0, 1, 2] * 4)))
+    _stream(pyarrow.table({"x": listed}), tmp_path / "a.arrow")
+    if texts.type == "string_view":
+        with pytest.raises(DataError, match=r"a\.arrow row 1: the row is longer than 16 MiB"):
+            read("a.arrow", tmp_path)
+
+
+def _features(about: bytes) -> pyarrow.Table:
+    return pyarrow.table({"a": ["x"]}).replace_schema_metadata({"huggingface": about})
+
+
+_OF_NEWER = b'{"info": {"features": {"a": {"_type": "Newer"}}}}'
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (pyarrow.table({"a": pyarrow.array([b"\xff"]).view("string")}), "0: 'utf-8' codec"),
+        (pyarrow.table({"a": pyarrow.array([2**62]).view(pyarrow.timestamp("us"))}), "0: date"),
+        (pyarrow.table({"a": pyarrow.array(["{"], pyarrow.json_())}), "1: Expecting property"),
+        (_features(_OF_NEWER), r"0: features .* Feature type 'Newer' not found"),
+        (_features(b"[{"), "0: features .*: Expecting"),
+        (_features(b'{"info": null}'), "0: features"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("write", "name"), [(_stream, "a.arrow"), (_feather, "b.feather"), (_parquet, "a.parquet")]
+)
+def test_a_value_that_cannot_be_read_is_named(table, message, write, name, tmp_path):
+    if write is _parquet:
+        pyarrow.parquet.write_table(table, tmp_path / name)
+    else:
+        write(table, tmp_path / name)
+    with pytest.raises(DataError, match=rf"{name} cannot be read behind row {message}"):
+        read(name, tmp_path)
+
+
+def test_decimals_are_the_numbers_that_a_text_table_has(tmp_path):
+    cells = {"whole": ["10", "2"], "part": ["0.50", "2.00"]}
+    decimals = {name: [Decimal(cell) for cell in cells[name]] for name in cells}
+    _stream(pyarrow.table({**decimals, "l": [decimals["whole"]] * 2}), tmp_path / "a.arrow")
+    found = read("a.arrow", tmp_path)
+    for name, column in cells.items():
+        (tmp_path / "a.csv").write_text("\n".join(["label", *column, ""]))
+        expected = _typed(("label",), True, tmp_path)
+        assert repr([row[name] for row in found]) == repr(expected)
+    assert repr(found[0]["l"]) == "[10, 2]"
+
+
+def test_names_of_classes_are_texts(tmp_path):
+    about = b'{"info": {"features": {"a": {"_type": "ClassLabel", "names": [5, 7]}}}}'
+    table = pyarrow.table({"a": [1, 0]}).replace_schema_metadata({"huggingface": about})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert {row["a"].names for row in read("a.parquet", tmp_path)} == {("5", "7")}
+
+
+@pytest.mark.parametrize("more", [b"junk", None], ids=["junk", "a second stream"])
+def test_a_stream_with_more_behind_its_end_is_refused(more, tmp_path):
+    """Its rows would be lost: pyarrow reads one stream."""
+    _stream(pyarrow.table({"a": ["x"]}), tmp_path / "a.arrow")
+    once = (tmp_path / "a.arrow").read_bytes()
+    (tmp_path / "a.arrow").write_bytes(once + (more or once))
+    with pytest.raises(DataError, match=r"after row 1 \(more follows the end of its stream"):
+        read("a.arrow", tmp_path)
+
+
+@pytest.mark.parametrize("content", ["a\n1\n  \n \t\n2\n \n", 'a,b\n  \n"1\n \n2",3\n\t\n'])
+def test_lines_of_spaces_are_left_out_as_in_pandas(content, tmp_path):
+    (tmp_path / "a.csv").write_text(content)
+    theirs = pandas.read_csv(tmp_path / "a.csv", dtype=str)
+    assert read("a.csv", tmp_path) == theirs.to_dict("records")
+
+
+def test_a_column_without_cells_does_not_hide_the_next_one(tmp_path):
+    (tmp_path / "a.csv").write_text("text,label,labels\nx,,10\ny,,2\n")
+    (tmp_path / "b.csv").write_text("label,labels\n5,0.5\nx,1\n")
+    numeric = kind_of("labelled").numeric
+    for name, columns, labels in (("a.csv", None, [10, 2]), ("b.csv", {"text": "label"}, [0.5, 1])):
+        reader = SplitReader("train", columns=columns, numeric=numeric)
+        rows = [record.fields for record in reader.read(find_sources(name, tmp_path), print)]
+        assert [row["labels"] for row in rows] == labels
+        assert [row.get("label") for row in rows] == [None, None]
+
+
+WORDS = ["maybe", "true"]
+
+
+@pytest.mark.parametrize(
+    ("given", "cells", "numbers"),
+    [
+        ([*WORDS, "false"], ["true", "false"], [2, 0]),
+        (["True", "None", "False"], ["True"], [2]),
+        (WORDS, ["true"], [1]),
+        (WORDS, ["false"], "label false may be a class's number, maybe"),
+        (["b", "a"], ["1", "0"], [1, 0]),
+        (["b", "a"], ["true", "false"], [1, 0]),
+    ],
+    ids=repr,
+)
+def test_true_and_false_are_the_names_that_the_classes_have(given, cells, numbers, tmp_path):
+    """A held-out file may hold no other of the names, so that its column looks like numbers."""
+    for name, labels in (("train.csv", given), ("eval.csv", cells)):
+        lines = "".join(f"The fox {k},{label}\n" for k, label in enumerate(labels))
+        (tmp_path / name).write_text(f"text,label\n{lines}")
+    config = make_config(
+        tmp_path, {"train": "train.csv", "eval": "eval.csv"}, objective="classification"
+    )
+    if isinstance(numbers, str):
+        with pytest.raises(DataError, match=numbers):
+            load_data(config, tiny_tokenizer())
+    else:
+        assert load_data(config, tiny_tokenizer()).eval_sets[""].targets[:, 0].tolist() == numbers
 
 
 def test_an_old_feather_file_is_named(tmp_path):

@@ -163,6 +163,7 @@ def test_a_completion_mask_that_is_given_counts_by_itself(tmp_path):
         ({"input_ids": [5, 0], "attention_mask": [1, 0]}, "hold padding"),
         ({"input_ids": [5, 10**6]}, "the model has only"),
         ({"input_ids": "5 6"}, "input_ids must be a list of whole numbers"),
+        ({"input_ids": None, "labels": [5, 6]}, "input_ids must be a list of whole numbers"),
         ({"input_ids": [5, 6], "loss_mask": [0, 1]}, "the field loss_mask of an example"),
     ],
 )
@@ -380,6 +381,8 @@ FOLLOWED = [
     {"question": "Sum?", "context": "2 and 2", "answer": "4"},
     {"Question": "2 and 2?", "Answer": "4"},
     {"dialog": chat("2?", "2")},
+    {"Messages": chat("2?", "2")},
+    {"Text": "two and two"},
     {"content": "two and two"},
     {"article_body": "two and two"},
 ]
