@@ -178,11 +178,19 @@ def test_the_loss_of_routers_agrees_with_trainer(way, losses, texts, tmp_path):
     assert losses([2, 4], "off", **off) != ours
 
 
-@pytest.mark.parametrize("smoothing", [0.0, pytest.param(0.1, marks=pytest.mark.long)])
-def test_the_loss_of_an_evaluation_has_that_of_routers(smoothing, losses, texts, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "weight", "smoothing"),
+    [
+        ("mixtral", "router_aux_loss_coef", 0.0),
+        pytest.param("mixtral", "router_aux_loss_coef", 0.1, marks=pytest.mark.long),
+        pytest.param("jetmoe", "aux_loss_coef", 0.0, marks=pytest.mark.long),
+    ],
+)
+def test_the_loss_of_an_evaluation_has_that_of_routers(
+    name, weight, smoothing, losses, texts, tmp_path
+):
     """Not the loss over tokens, nor the perplexity, nor a smoothed loss."""
-    routers = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    model = save_tiny(tmp_path / "model", "mixtral", **routers)
+    model = save_tiny(tmp_path / "model", name, output_router_logits=True, **{weight: 0.5})
     training = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     training |= {"per_device_eval_batch_size": 3, "label_smoothing_factor": smoothing}
     files = {"train": str(texts), "eval": str(texts), "max_length": 64}

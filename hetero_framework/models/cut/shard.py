@@ -570,7 +570,8 @@ class Shard:
 
     def _routing(self, output: Any) -> Tensor | None:
         """The term for the routers, from the model's output; None where it is not known."""
-        weight = getattr(self.config.get_text_config(), "router_aux_loss_coef", None)
+        text = self.config.get_text_config()
+        weight = getattr(text, "router_aux_loss_coef", getattr(text, "aux_loss_coef", None))
         found = getattr(output, "aux_loss", None) if self._whole.structure.reports else None
         return None if weight is None or found is None else weight * found
 
