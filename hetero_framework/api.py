@@ -63,6 +63,8 @@ def train(
         config = _configured(fspath(model), adapter, data, training, more)
     elif also := [name for name, value in {"model": model, **given}.items() if value is not None]:
         raise UserError(f"{' and '.join(also)}: the configuration says it; give one of them")
+    elif not isinstance(config, Config):
+        raise UserError(f"config is a {type(config).__name__}", hint="train(load_config(...))")
     from hetero_framework.trainer.coordinator import train as run  # imports torch
 
     return run(config, **more)

@@ -86,6 +86,8 @@ def with_objects(config: Config, given: Given) -> Config:
     if data:
         config = config.with_changes(data=data)
     if processing_class is not None:
+        if isinstance(processing_class, (str, type)):
+            raise DataError(f"processing_class: {processing_class!r} is no tokenizer")
         folder = _saved(processing_class.save_pretrained, place / "tokenizer")
         config = config.with_changes(model={"tokenizer": str(folder)})
     return config
@@ -93,7 +95,10 @@ def with_objects(config: Config, given: Given) -> Config:
 
 def _files(name: str, rows: Any, path: Path) -> str:
     """Save the rows and return their path. `name` is the argument's name, for errors."""
-    return str(_saved(_dataset(name, rows).save_to_disk, path))
+    dataset = _dataset(name, rows)
+    if not dataset.num_rows:
+        raise DataError(f"{name} holds no records: it is empty")
+    return str(_saved(dataset.save_to_disk, path))
 
 
 def _dataset(name: str, rows: Any) -> Any:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+import hetero_framework
 from hetero_framework.config import PLAN_FILE
 from hetero_framework.core.addresses import primary_address
 from hetero_framework.data.sources import find_sources
@@ -147,3 +148,17 @@ def test_the_script_runs(alone, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "LlamaForCausalLM is loaded" in said
     assert "'train_loss'" in said
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"train_dataset": []}, {"eval_dataset": {"a": []}}, {"processing_class": "org/name"}],
+)
+def test_objects_without_content_are_refused_by_their_name(given, alone):
+    with pytest.raises(DataError, match=f"^{next(iter(given))}"):
+        with_objects(alone("run"), given)
+
+
+def test_a_file_is_no_configuration():
+    with pytest.raises(UserError, match="config is a str"):
+        hetero_framework.train("run.json")
