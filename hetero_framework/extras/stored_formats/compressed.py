@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -33,7 +34,8 @@ _TYPES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "": (("I8",), FLOATS),  # formats without packing
 }
 _EMBEDDINGS = ("emb", "wte")
-_ORDERED = ("group", "dynamic", True)
+_ORDERED = ("group", "dynamic", "true")
+_PACKED_ZEROS = ("group", "channel")  # strategies whose zeros the library packs
 
 
 class CompressedTensors(Form):
@@ -47,7 +49,7 @@ class CompressedTensors(Form):
         "order": ("weight_g_idx",),
         "sizes": ("weight_shape",),
     }
-    types: Mapping[str, Sequence[str]] = {"sizes": INDICES, "global": FLOATS}
+    types: Mapping[str, Sequence[str]] = {"sizes": INDICES, "order": INDICES, "global": FLOATS}
     known: ClassVar = {"sparsity_config": (), "transform_config": ()}
     target = "weight"
     unread = tuple(
@@ -60,6 +62,7 @@ class CompressedTensors(Form):
         super().__init__(settings, source)
         for setting in ("sparsity_config", "transform_config"):
             inside = settings.get(setting) or {}
+            inside = inside if isinstance(inside, dict) else {"format": inside}
             if inside.get("format", "dense") != "dense" or inside.get("config_groups"):
                 raise self.refused(setting, "weights that are neither sparse nor rotated")
         settings = copy.deepcopy(settings)
@@ -67,10 +70,11 @@ class CompressedTensors(Form):
         try:
             for key, group in settings["config_groups"].items():
                 for args in group.values() if isinstance(group, dict) else ():
-                    if isinstance(args, dict) and args.pop("actorder", None) in _ORDERED:
-                        ordered.append(key)  # the library does not know these; weight_g_idx does
+                    if isinstance(args, dict) and str(args.get("actorder")).lower() in _ORDERED:
+                        del args["actorder"]  # the library does not know these; weight_g_idx does
+                        ordered += [key] if args is group.get("weights") else []
             config = QuantizationConfig.model_validate(settings)
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, NotImplementedError) as error:
             raise ModelError(
                 f"the quantization_config of the model {source!r} is none of compressed-tensors:"
                 f" {type(error).__name__}: {error}",
@@ -80,40 +84,56 @@ class CompressedTensors(Form):
         self.is_compressed = str(getattr(config.quantization_status, "value", "")) == "compressed"
         self.schemes: dict[str, dict[str, Any]] = {}
         for key, scheme in config.config_groups.items():
-            if (args := scheme.weights) is None:
-                continue
-            stated = [
-                str(getattr(form, "value", form))
-                for form in (scheme.format, config.format)
-                if form not in _UNSAID
-            ]
-            form = (stated or [infer_module_format(nn.Linear, scheme).value])[0]
-            known = [f for f in BaseCompressor.registered_names() if f.endswith("-quantized")]
-            if form not in known or len({*stated}) > 1:
-                raise self.refused("format", ", ".join(known), " and ".join(stated))
-            if args.strategy not in ("tensor", "channel", "group", "tensor_group", "block"):
-                raise self.refused("strategy", "tensor, channel, group and block", args.strategy)
-            if args.dynamic:
-                raise self.refused("dynamic", "weights with scales of their own", args.dynamic)
-            self.step = math.lcm(self.step, (args.block_structure or [1])[0])
-            compressor = BaseCompressor.get_value_from_registry(form)
-            how = {"scheme": scheme, "compressor": compressor, "ordered": key in ordered}
-            values, scales = next(types for part, types in _TYPES.items() if form.startswith(part))
-            values = ("F8_E4M3",) if (values, args.type) == (("I8",), "float") else values
-            zeros = ("I32", "I8") if args.type == "int" else ("I8", *FLOATS)
-            how["types"] = {"values": values, "scales": scales, "zeros": zeros}
-            self.schemes |= dict.fromkeys(scheme.targets, how)
+            if scheme.weights is not None:
+                self._add(scheme, config.format, key in ordered)
+
+    def _add(self, scheme: Any, of_all: Any, is_ordered: bool) -> None:
+        """Enter a group by its targets. `of_all` is the format where it has none of its own. Raises
+        ModelError."""
+        args = scheme.weights
+        stated = [
+            str(getattr(form, "value", form))
+            for form in (scheme.format, of_all)
+            if form not in _UNSAID
+        ]
+        form = (stated or [infer_module_format(nn.Linear, scheme).value])[0]
+        known = [f for f in BaseCompressor.registered_names() if f.endswith("-quantized")]
+        if form not in known or len({*stated}) > 1:
+            raise self.refused("format", ", ".join(known), " and ".join(stated))
+        if args.strategy not in ("tensor", "channel", "group", "tensor_group", "block"):
+            raise self.refused("strategy", "tensor, channel, group and block", args.strategy)
+        if not 1 <= args.num_bits <= 8:
+            raise self.refused("num_bits", "1 to 8 bits", str(args.num_bits))
+        before = {t: self.schemes[t]["scheme"].weights for t in scheme.targets if t in self.schemes}
+        if twice := [target for target, other in before.items() if other != args]:
+            raise self.refused("config_groups", "targets of one group", twice)
+        if args.dynamic:
+            raise self.refused("dynamic", "weights with scales of their own", args.dynamic)
+        self.step = math.lcm(self.step, (args.block_structure or [1])[0])
+        compressor = BaseCompressor.get_value_from_registry(form)
+        how = {"scheme": scheme, "compressor": compressor, "ordered": is_ordered}
+        values, scales = next(types for part, types in _TYPES.items() if form.startswith(part))
+        values = ("F8_E4M3",) if (values, args.type) == (("I8",), "float") else values
+        zeros = ("I8", *(FLOATS if args.type == "float" else ()))
+        if args.strategy in _PACKED_ZEROS and args.type == "int":
+            zeros = ("I32", "I8")
+        how["types"] = {"values": values, "scales": scales, "zeros": zeros}
+        self.schemes |= dict.fromkeys(scheme.targets, how)
 
     def how(self, module: str) -> dict[str, Any] | None:
         """See Form. Raises ValueError for a module that no group takes."""
         kinds = [nn.Linear(1, 1, device="meta"), nn.Embedding(1, 1, device="meta")]
         if any(part in module.rpartition(".")[2] for part in _EMBEDDINGS):
             kinds.reverse()
-        for kind in kinds:
-            if targets := match_targets(module, kind, self.schemes):
-                if is_match(module, kind, self.left):
-                    return None
-                return {**self.schemes[targets[0]], "of_experts": "experts" in module.split(".")}
+        try:
+            for kind in kinds:
+                if targets := match_targets(module, kind, self.schemes):
+                    if is_match(module, kind, self.left):
+                        return None
+                    of_experts = "experts" in module.split(".")
+                    return {**self.schemes[targets[0]], "of_experts": of_experts}
+        except re.error as error:
+            raise self.refused("targets or ignore", "regular expressions", str(error)) from error
         raise ValueError("no group of config_groups takes its module")
 
     def weight(
@@ -131,7 +151,7 @@ class CompressedTensors(Form):
         shape = [*found["values"][:-1], found["values"][-1] * bits // args.num_bits]
         if "sizes" in parts:
             shape = parts["sizes"][...].flatten().tolist()
-        if len(shape) != 2:
+        if len(shape) != 2 or min(shape) < 1:
             raise ValueError(f"its shape is {shape}; rows and columns are expected")
         height, width = _block(args, shape)
         grid = [-(-shape[0] // height), -(-shape[1] // width)]
@@ -160,8 +180,6 @@ class CompressedTensors(Form):
     def contents(self, parts: Parts, shape: tuple[int, ...]) -> None:
         args = parts["how"]["scheme"].weights
         if "order" in parts and int((order := parts["order"][...]).max()) >= 0:
-            if order.is_floating_point():
-                raise ValueError("its order (weight_g_idx) is stored in floating point")
             _, size = _block(args, shape)
             if int(order.min()) < 0 or int(order.max()) >= -(-shape[1] // size):
                 raise ValueError(
@@ -186,7 +204,7 @@ class CompressedTensors(Form):
                 packed = role == "zeros" and _is_packed(parts)
                 at = ... if role == "global" or not part.get_shape() else words if packed else whole
                 state[self.ends[role][0]] = part[at].to(device)
-        if values.dtype == torch.int32 and not args.symmetric and args.strategy != "tensor":
+        if values.dtype == torch.int32 and not args.symmetric and args.strategy in _PACKED_ZEROS:
             zeros = state["weight_zero_point"]
             if zeros.dtype != torch.int32:  # as versions before 0.9 wrote them
                 zeros = pack_to_int32(zeros.to(torch.int8), args.num_bits, 0)

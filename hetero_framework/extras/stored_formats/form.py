@@ -34,6 +34,7 @@ _OTHERS = (
     *("rotation_config", "weight_only", "is_marlin_format", "pack_dtype", "data_type"),
     *("super_bits", "sparsity_config", "transform_config"),
 )
+_SIZES = {"bits", "num_bits", "group_size", "quant_algo"}  # of settings by module
 _OFF: tuple[object, ...] = (None, False, "", [], {})
 _EDGE = r"(?:(?<=\.)|(?=\.|$))"  # of a part of a module's name
 
@@ -72,17 +73,25 @@ class Form(ABC):
         """Settings under their first names. Raises ModelError for values that cannot be read, and
         for two names of one setting that have different values."""
         made = dict(settings)
-        for names, values in (dict.fromkeys(_OTHERS, (None,)) | dict(self.known)).items():
+        known = dict.fromkeys(_OTHERS, (None,)) | {"modules_to_not_convert": ()} | dict(self.known)
+        for names, values in known.items():
             given = {n: v for n in names.split("|") if (v := settings.get(n)) not in _OFF}
             said, value = [*given.items(), (names.split("|")[0], None)][0]
             if len({str(v).lower() for v in given.values()}) > 1:
                 raise self.refused(
                     " and ".join(given), "names of one setting with one value", given
                 )
+            if names.startswith("modules_") and value is not None and not isinstance(value, list):
+                raise self.refused(said, "a list of names", value)
             if values and (value.lower() if isinstance(value, str) else value) not in values:
                 can = ", ".join(str(v) for v in values if v is not None) or "weights without it"
                 raise self.refused(said, can, value)
             made[names.split("|")[0]] = value if given else made.get(names.split("|")[0])
+        named = {name for names in self.known for name in names.split("|")}
+        for key in settings.keys() - named:
+            inner = settings[key].values() if isinstance(settings[key], dict) else ()
+            if any(isinstance(own, dict) and _SIZES & own.keys() for own in inner):
+                raise self.refused(key, "weights without it", settings[key])
         return made
 
     def how(self, module: str) -> dict[str, Any] | None:

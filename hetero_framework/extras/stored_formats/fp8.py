@@ -48,8 +48,9 @@ class Fp8(Form):
             if not (type(rows) is type(columns) is int and min(rows, columns) > 0):
                 raise self.refused("weight_block_size", "two numbers above 0")
             self.block = rows, columns
-        values = [t for t in _EIGHT_BITS if t[3:].lower() in (said("fmt") or t).lower()]
-        four = () if said("expert_dtype") == "fp8" else ("I8", "F4")
+        values = [t for t in _EIGHT_BITS if t[3:].lower() in str(said("fmt") or t).lower()]
+        has_four = self.method == "fp8" and said("expert_dtype") != "fp8"
+        four = ("I8", "F4") if has_four else ()
         is_float = said("scale_fmt") == "float" or self.method == "fbgemm_fp8"
         scales = FLOATS if is_float else (*FLOATS, "U8", "F8_E8M0")
         self.types = {"values": (*values, *four), "scales": scales}
@@ -116,6 +117,7 @@ class ModelOpt(Fp8):
         "modules_to_not_convert|ignore|exclude_modules": (),
         "quant_algo": ("fp8", "fp8_per_channel_per_token", "nvfp4"),
         "group_size": (None, 16),
+        "weight_block_size": (None,),
     }
 
     def __init__(self, settings: dict[str, Any], source: str) -> None:

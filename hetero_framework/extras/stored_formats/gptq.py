@@ -56,8 +56,8 @@ class Gptq(Form):
     }
     signed = True
     known: ClassVar[Mapping[str, Sequence[object]]] = {
-        "bits|w_bit|wbits": (2, 3, 4, 8),
-        "group_size|q_group_size": (),
+        "bits|w_bit|wbits|nbits|num_bits|weight_bits": (2, 3, 4, 8),
+        "group_size|q_group_size|groupsize": (),
         "checkpoint_format|format": (None, *_FORMATS),
         "quant_method|method": (),
         "pack_dtype": (None, "int32"),
@@ -145,7 +145,7 @@ class Awq(Gptq):
     ends: ClassVar[Ends] = {"values": ("qweight",), "scales": ("scales",), "zeros": ("qzeros",)}
     known: ClassVar[Mapping[str, Sequence[object]]] = {
         **{name: of for name, of in Gptq.known.items() if name[:4] not in ("bits", "chec")},
-        "bits|w_bit|wbits": (None, 4),
+        "bits|w_bit|wbits|nbits|num_bits|weight_bits": (None, 4),
         "checkpoint_format|version|format": (None, "gemm"),
     }
     step = 8
@@ -182,12 +182,19 @@ def auto_round(settings: dict[str, Any], source: str) -> Form:
     packing = settings.get("packing_format", "auto")
     version = {"checkpoint_format": "gptq_v2" if packing in _ZEROS else "gptq"}
     layers = settings.get("extra_config") or {}
+    by_module = layers.values() if isinstance(layers, dict) else [layers]
+    are_known = all(isinstance(o, dict) and type(o.get("bits") or 0) is int for o in by_module)
+    layers = layers if are_known else {}
     left = [name for name, own in layers.items() if (own.get("bits") or 0) > 8]
     own = {key: settings.get(key) for key in ("bits", "group_size", "sym", "data_type")}
     given = settings | {"extra_config": None, "modules_to_not_convert": left}
     form = Awq(given, source) if packing in _AWQ else Gptq(given | version, source)
+    if settings.get("checkpoint_format") not in (None, form.settings["checkpoint_format"]):
+        raise form.refused("checkpoint_format and packing_format", "two that agree", settings)
     if packing not in _LESS_ONE + _ZEROS + _AWQ:
         raise form.refused("packing_format", "the layouts of GPTQ and AWQ")
+    if not are_known:
+        raise form.refused("extra_config", "settings by module", settings["extra_config"])
     for name in layers.keys() - left:
         if any(layers[name].get(key) not in (None, own[key]) for key in own):
             can = "weights that all have as many bits, and groups and zeros of one kind,"

@@ -57,6 +57,8 @@ class TorchAo(Form):
         types = [parts[role].get_dtype() for role in ("values", "scales")]
         if types[0] not in ("I8", "F8_E4M3", "F8_E5M2") or types[1] not in FLOATS:
             raise ValueError(f"{types[0]} with scales in {types[1]} is packed for some device")
+        if _is_int4(parts) and types[0] != "I8":
+            raise ValueError(f"it is stored as {types[0]}, and its zeros are those of 4 bits in I8")
         if "more" in parts:
             raise ValueError("inputs or scales are scaled by another tensor, which cannot be read")
         if "zeros" in parts and parts["zeros"].get_shape() != scales:

@@ -58,6 +58,7 @@ from hetero_framework.models.cut.side import (
 )
 from hetero_framework.models.cut.tiny import task_of
 from hetero_framework.models.files.fingerprint import Fingerprint, fingerprint
+from hetero_framework.models.files.packed import contradictory
 from hetero_framework.models.files.quantization import quantization_config
 from hetero_framework.models.files.source import ModelSource, new_names
 from hetero_framework.models.files.weights import (
@@ -202,6 +203,12 @@ def _read(
     _check_read(report, config, whole, checkpoint)
     made.config.name_or_path = checkpoint.source
     _check_finite(made, checkpoint.source)
+    if (name := contradictory(made)) is not None:
+        raise ModelError(
+            f"{name} of the model {checkpoint.source!r} is not stored as its quantization_config"
+            " says of its module",
+            hint="put the config.json there that belongs to these weights",
+        )
     return made
 
 

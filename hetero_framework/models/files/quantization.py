@@ -20,6 +20,7 @@ from hetero_framework.core.devices import Device, open_device, without_four_bit
 from hetero_framework.errors import ConfigError, DeviceError
 from hetero_framework.models.cut.language import on_meta
 from hetero_framework.models.cut.tiny import stock_class
+from hetero_framework.models.files.packed import has_four_bits
 from hetero_framework.models.files.weights import stored_format
 
 _WITHOUT = (
@@ -77,7 +78,7 @@ def stored_quantization(model_config: PretrainedConfig) -> str | None:
     settings = stored_settings(model_config)
     if not settings or stored_format(settings) is not None:
         return None
-    if settings.get("load_in_4bit") or settings.get("_load_in_4bit"):
+    if has_four_bits(settings):
         return str(settings.get("bnb_4bit_quant_type", "fp4"))
     return "int8"
 

@@ -15,7 +15,13 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -29,6 +35,7 @@ from hetero_framework import registry, repository, versions
 from hetero_framework.core import frames
 from hetero_framework.errors import ModelError
 from hetero_framework.models.cut.family import family_of
+from hetero_framework.models.files.packed import misfit
 from hetero_framework.models.library import LIBRARY_ERRORS, OWN_CLASS_HINT
 
 SINGLE_FILE = "model.safetensors"
@@ -41,6 +48,8 @@ _MOST_INDEX_BYTES = 1 << 28
 _COUNT = re.compile(r"(?<!max_window_)(layers?|blocks?|depth|experts|num_labels)$")
 _SETTINGS = (repository.CONFIG, repository.GENERATION)
 _CPU = torch.device("cpu")
+_UNNAMED = "no quant_method"
+_VALUES = ("weight", "_proj")  # ends of names of tensors that are trained
 _SHOWN = 4  # names in an error
 _CODE_HINT = (
     "take a model that the installed transformers knows by itself; where it knows this one too,"
@@ -97,7 +106,7 @@ def quantization_of(fields: Mapping[str, Any]) -> Any:
     text = fields.get("text_config")
     inner = text.get("quantization_config") if isinstance(text, dict) else None
     given = [fields.get("quantization_config"), fields.get("compression_config"), inner]
-    first, *others = [each for each in given if each] or [None]
+    first, *others = [each for each in given if each] or given[:1]
     if any(other != first for other in others):
         raise ModelError(
             "config.json says twice how the weights are stored, and differently (in"
@@ -111,17 +120,30 @@ def stored_format(settings: Any) -> str | None:
     """The name of the form in which a checkpoint's weights are stored, by its
     `quantization_config`; None for full precision and for bitsandbytes, whose weights are used as
     they are stored."""
+    if settings is None:
+        return None
     if not isinstance(settings, dict):
         settings = settings.to_dict() if hasattr(settings, "to_dict") else {}
-    unsaid = "modelopt" if "quant_algo" in settings else "bitsandbytes" if settings else None
-    method = settings.get("quant_method") or unsaid
-    name = str(method).rpartition(".")[2].lower()
-    return None if method is None or name.startswith("bitsandbytes") else name
+    bits = any(settings.get(f"{own}load_in_{n}bit") for own in ("", "_") for n in (4, 8))
+    unsaid = "modelopt" if "quant_algo" in settings else "bitsandbytes" if bits else _UNNAMED
+    name = str(settings.get("quant_method") or unsaid).rpartition(".")[2].lower()
+    return None if name.startswith("bitsandbytes") else name
 
 
 def check_quantizer(settings: Any, source: str) -> str | None:
     """The `stored_format`. Raises ModelError for a form that cannot be read here."""
     if (name := stored_format(settings)) is None:
+        if isinstance(settings, dict):
+            try:
+                BitsAndBytesConfig.from_dict(settings)
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ModelError(
+                    f"the quantization_config of the model {source!r} is none of bitsandbytes:"
+                    f" {error}",
+                    hint="copy or download config.json again",
+                ) from error
+            except ImportError:
+                pass  # it is not here, which matters where the weights are read
         return None
     if not registry.has("stored_formats", name):
         known = ", ".join(["bitsandbytes", *registry.names("stored_formats")])
@@ -193,7 +215,7 @@ class Checkpoint:
             with _open(first) as file:
                 self.files = dict.fromkeys(file.keys(), name)
         self._form: StoredFormat | None = None
-        settings = quantization_of(fields)
+        self._settings = settings = quantization_of(fields)
         if (form := check_quantizer(settings, source)) is not None:
             self._form = registry.find("stored_formats", form)(settings, source)
         self.is_stored_otherwise = self._form is not None
@@ -284,20 +306,29 @@ class Checkpoint:
                     slices[name] = self._form.weight(name, by_role, dtype, device)
                 else:
                     slices[name] = tensors[name]
-                    if slices[name].get_dtype().startswith("F8"):
-                        self._refuse_scaled(name)
+                    if self._settings is None:
+                        self._refuse_scaled(name, slices[name].get_dtype())
+            if self._form is None and self._settings and (wrong := misfit(slices, self._settings)):
+                file = self.files.get(wrong[0], "the files")
+                raise ModelError(
+                    f"{wrong[0]} in {file} of the model {self.source!r}, stored by bitsandbytes:"
+                    f" {wrong[1]}",
+                    hint="copy or download the file and config.json again",
+                )
             yield slices
 
-    def _refuse_scaled(self, name: str) -> None:
+    def _refuse_scaled(self, name: str, dtype: str) -> None:
         """Raise ModelError for a tensor of scaled numbers where config.json names no scale."""
-        for scale in (f"{name}_scale", f"{name}_scale_inv"):
-            if scale in self.files:
-                raise ModelError(
-                    f"{name} in {self.files[name]} of the model {self.source!r} has the scale"
-                    f" {scale}, and config.json has no quantization_config that says so",
-                    hint='add it there: of a file of ModelOpt, {"quant_method": "modelopt"} and'
-                    " the quant_algo that hf_quant_config.json has",
-                )
+        scales = [scale for end in ("_scale", "_scale_inv") if (scale := name + end) in self.files]
+        has = f"has the scale {scales[0]}" if scales else f"holds whole numbers ({dtype})"
+        is_whole = dtype[0] in "IUB" and dtype != "BF16" and name.endswith(_VALUES)
+        if is_whole or (scales and dtype.startswith("F8")):
+            raise ModelError(
+                f"{name} in {self.files[name]} of the model {self.source!r} {has}, and config.json"
+                " has no quantization_config that says so",
+                hint='add it there: of a file of ModelOpt, {"quant_method": "modelopt"} and'
+                " the quant_algo that hf_quant_config.json has",
+            )
 
     def check_stored(self) -> None:
         """Raise ModelError where tensors of a stored weight do not belong to each other. Checks the

@@ -72,6 +72,12 @@ def settings(*groups: tuple[str, dict[str, Any], list[str]], form: str = "") -> 
     }
 
 
+def group(**args: Any) -> dict[str, Any]:
+    """A change of the group's arguments in the settings of FP8 by tensor."""
+    weights = FP8 | {"strategy": "tensor"} | args
+    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
 def compress(tensor: Tensor, form: str, given: dict[str, Any], *, exact: bool) -> writing.Stored:
     """The tensors that the library stores for a weight, and the weight that it restores from them;
     with `exact` from scales in float32."""
@@ -222,7 +228,7 @@ def test_inputs_may_be_of_groups_that_do_not_lie_in_a_row(zeros, dense, tmp_path
         return row(name, tensor, torch.full([tensor.shape[-1]], -1))
 
     read(dense, tmp_path / "none", given, unordered)
-    writing.rewrite(dense, tmp_path / "short", given, partial(row, order=torch.zeros(1)))
+    writing.rewrite(dense, tmp_path / "short", given, partial(row, order=torch.zeros(1).int()))
     with pytest.raises(ModelError, match=r"its order have the shape \[1\], not"):
         shards(tmp_path / "short", torch.bfloat16)
 
@@ -283,6 +289,18 @@ def test_a_missing_package_is_named_with_the_pip_line(dense, tmp_path, monkeypat
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "neither sparse nor rotated"),
         ({"transform_config": {"config_groups": {"R1": {}}}}, "neither sparse nor rotated"),
         ({"config_groups": None}, "is none of compressed-tensors: AttributeError"),
+        ({"sparsity_config": "sparse"}, "neither sparse nor rotated"),
+        (group(num_bits=3), "is none of compressed-tensors: NotImplementedError"),
+        (group(num_bits=0, type="int"), "has num_bits '0'"),
+        (group(actorder="x"), "is none of compressed-tensors"),
+        (
+            group()
+            | {
+                "config_groups": group()["config_groups"]
+                | {"b": {"targets": ["Linear"], "weights": INT4}}
+            },
+            "targets of one group",
+        ),
     ],
 )
 def test_a_format_that_the_library_does_not_read_is_named(change, why, dense, tmp_path):
@@ -301,6 +319,7 @@ def test_a_format_that_the_library_does_not_read_is_named(change, why, dense, tm
         ("int4 with zeros", "zero_point", None, "it has no zeros"),
         ("int4 in groups", "scale", None, "it has no scales: there is no .*weight_scale"),
         ("int4 in groups", "shape", lambda t: t + 8, "its values have the shape"),
+        ("int4 by row with zeros", "shape", lambda t: t * 0, "rows and columns are expected"),
         ("nvfp4", "global_scale", lambda t: t * float("nan"), "zero, infinite or NaN"),
     ],
 )
@@ -316,4 +335,37 @@ def test_tensors_that_do_not_belong_together_are_named(form, part, change, why, 
 
     writing.rewrite(dense, tmp_path / "x", settings((name, args, ["Linear"])), store)
     with pytest.raises(ModelError, match=rf"weight\w* in model.safetensors of the model .*{why}"):
+        shards(tmp_path / "x", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"ignore": ["re:("]}, "has targets or ignore .*regular expressions"),
+        (
+            group(
+                strategy="block", block_structure=[1, 32], num_bits=4, type="int", symmetric=False
+            )
+            | {"format": "pack-quantized"},
+            "its zeros are stored as I32",
+        ),
+        (
+            {
+                "config_groups": {
+                    "g": {
+                        "targets": ["Linear"],
+                        "weights": INT4 | {"symmetric": False, "actorder": "GROUP"},
+                    }
+                }
+            },
+            "it has no order",
+        ),
+    ],
+)
+def test_settings_that_contradict_a_module_are_named(change, why, dense, tmp_path):
+    name, args = FORMATS["int4 with zeros"]
+    store = partial(beside, form=name, args=args)
+    given = settings((name, args, ["Linear"])) | change
+    writing.rewrite(dense, tmp_path / "x", given, store)
+    with pytest.raises(ModelError, match=why):
         shards(tmp_path / "x", torch.bfloat16)
