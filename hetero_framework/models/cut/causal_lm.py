@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -77,20 +77,18 @@ class CausalLM(ChunkedObjective):
         limit = chunk_tokens(self._loss_chunk_tokens, shard.config)
         if predictions is not None and predictions.wants_all:
             limit = None
+        how: Any = {"smoother": self._smoother, "look": look}
         if chunks := spans(inputs["labels"].shape, limit):
             loss = chunked_loss(
                 *(shard, inputs, received, divisor, chunks),
                 running=running,
                 backward=differentiate,
-                smoother=self._smoother,
-                look=look,
+                **how,
             )
         else:
-            smoother, apart = self._smoother, None if backward is not None else routing
+            apart = None if backward is not None else routing
             with running():
-                loss = shard.loss(
-                    inputs, received, divisor, apart=apart, smoother=smoother, look=look
-                )
+                loss = shard.loss(inputs, received, divisor, apart=apart, **how)
             if differentiate is not None:
                 differentiate(loss)
             loss = loss.detach()
