@@ -542,19 +542,22 @@ def _host(lighthouse: str) -> str:
 
 
 def _layers(answers: Answers, output: Path) -> int:
-    """The number of layers: as given, else from the model's configuration."""
-    if answers.layers is not None:
-        if answers.layers < 1:
-            raise UserError(f"--layers {answers.layers}: a model has at least one layer")
-        return answers.layers
-    if answers.model is None:
+    """The number of layers, from the model's configuration; as given where that is not here."""
+    given, model, folder = answers.layers, answers.model, output.absolute().parent
+    if given is not None and given < 1:
+        raise UserError(f"--layers {given}: a model has at least one layer")
+    if given is not None and (model is None or not (folder / Path(model).expanduser()).exists()):
+        return given
+    if model is None:
         raise UserError(
             "the number of layers is not known", hint="give --model NAME, or --layers N"
         )
     from hetero_framework.models.cut.introspect import introspect
 
-    folder = output.absolute().parent
-    return introspect(_model_config(answers.model, answers.objective, folder)).num_layers
+    found = introspect(_model_config(model, answers.objective, folder)).num_layers
+    if given not in (None, found):
+        raise UserError(f"--layers {given}: the model has {found}", hint="leave the option out")
+    return found
 
 
 def _model_config(name: str, objective: str | None, folder: Path) -> Any:

@@ -175,6 +175,8 @@ def test_number_of_layers_is_read_from_the_model(tmp_path):
     config = write_config(Answers(model=str(model), workers=["localhost"]), tmp_path / "c.json")
     assert [(s.start, s.end) for s in config.plan.stages] == [(0, 3), (3, 7)]
     assert config.model.name_or_path == "sub/model"  # as the file has to write it
+    with pytest.raises(UserError, match="--layers 6: the model has 7"):
+        write_config(Answers(model=str(model), layers=6), tmp_path / "d.json")
 
 
 def test_unknown_number_of_layers_asks_for_it(tmp_path):
