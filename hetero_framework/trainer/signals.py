@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -45,9 +46,9 @@ def hearing(words: Sequence[str], *, ends: bool = False) -> Iterator[StopRequest
         with contextlib.suppress(OSError):
             os.write(2, f"hetero: stopped: by {stop.requested or 'Ctrl-C'}\n".encode())
     finally:
-        # After an interruption in an `exec` of text, as dataclasses have, Python ends by SIGINT,
-        # whatever the exit code is. A later `exec` makes it forget that.
-        exec("")
+        # After an interruption in text that a class is made of, as dataclasses have, Python ends by
+        # SIGINT, whatever the exit code is. Other such text, as here, makes it forget that.
+        namedtuple("Forgotten", ())
 
 
 class StopRequest:

@@ -267,9 +267,9 @@ def _name(span: str) -> bool:
 
 # Files of others, which are only read, and words that look like files.
 NOT_WRITTEN = """
-.arrow .bin .cache .ckpt .csv .gz .id .idx .ip .ipynb .joblib .local .ndjson .npz .offload .parquet
-.pickle .pkl .port .pt .pth .quantization .start .text .tsv .txt .weight .xz .yaml .yml .zst
-arrow.json chat_template.json dataset_dict.json alias_names.json alias_settings.json
+.absmax .arrow .bin .cache .ckpt .csv .gz .id .idx .ip .ipynb .joblib .local .ndjson .npz .offload
+.parquet .pickle .pkl .port .pt .pth .quantization .start .text .tsv .txt .weight .xz .yaml .yml
+.zst arrow.json chat_template.json dataset_dict.json alias_names.json alias_settings.json
 alias_trainers.json dataset_info.json
 known_devices.json preprocessor_config.json processor_config.json state.json tokenizer.json
 tokenizer_config.json
