@@ -440,10 +440,10 @@ def test_an_island_with_other_weights_ends_and_its_steps_are_reassigned(
     quorums.least = 2
     right = OuterRounds._agreed
 
-    def agreed(self: OuterRounds, after: OuterFragment, began: float) -> Any:
+    def agreed(self: OuterRounds, after: OuterFragment) -> Any:
         if self._island.name == "b" and self._syncs == 1:
             after.weights = {name: tensor + 1 for name, tensor in after.weights.items()}
-        return right(self, after, began)
+        return right(self, after)
 
     monkeypatch.setattr(OuterRounds, "_agreed", agreed)
     found = outcomes(
