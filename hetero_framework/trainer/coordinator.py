@@ -1130,7 +1130,7 @@ def sample_mean(
     items: Sequence[int],
     sizes: Sequence[int],
     of_none: float,
-    routing: Sequence[float] | None = None,
+    routing: Sequence[float],
 ) -> float:
     """The loss of an evaluation as the Trainer has it: batches' mean losses, averaged over samples.
 
@@ -1138,10 +1138,10 @@ def sample_mean(
         sums: Each batch's loss, summed over its `items`; `sizes` are the numbers of samples.
             Batches without a finite loss are left out, unless no batch has one.
         of_none: The loss of a batch without items.
-        routing: What is added to each batch's mean loss. None: nothing.
+        routing: What routers add to each batch's mean loss.
     """
-    added = zip(sums, items, routing or [0.0] * len(sums), strict=True)
-    means = [(total / n if n else of_none) + more for total, n, more in added]
+    parts = zip(sums, items, routing, strict=True)
+    means = [(total / n if n else of_none) + more for total, n, more in parts]
     weighted = list(zip(means, sizes, strict=True))
     finite = [(mean, n) for mean, n in weighted if math.isfinite(mean)] or weighted
     return _total(mean * n for mean, n in finite) / sum(n for _, n in finite)

@@ -19,8 +19,14 @@ Stored = dict[str, tuple[str, list[int]]]
 
 
 def misfit(slices: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first of these unread tensors that contradicts another or the `quantization_config`, and
-    what is wrong with it."""
+    """The name of the first tensor that contradicts another or the `quantization_config`, and a
+    description of the fault; None where all fit.
+
+    Args:
+        slices: Tensors of safetensors files by their names; only their types, shapes and small
+            statistics are read.
+        settings: The `quantization_config`.
+    """
     expected: Stored = {}
     for name, part in slices.items():
         weight, is_state, kind = name.partition(_STATE)
@@ -65,8 +71,8 @@ def has_four_bits(settings: Mapping[str, Any]) -> bool:
 
 
 def contradictory(model: nn.Module) -> str | None:
-    """The first weight of a loaded model that is not held as its module takes it: full numbers in a
-    module for packed ones, or packed ones in another place."""
+    """The name of the first weight of a loaded model whose form its module cannot compute with:
+    full numbers in a module for packed ones, or packed ones elsewhere. None where all fit."""
     for name, module in model.named_modules():
         if not isinstance(weight := getattr(module, "weight", None), Tensor) or weight.is_meta:
             continue

@@ -376,4 +376,4 @@ def test_a_step_that_ends_its_worker_is_told_with_the_samples_of_this_part(under
 def test_a_mean_of_infinities_of_both_signs_is_no_number():
     inf = math.inf
     for sums in ([inf, -inf], [1e308, 1e308], [inf, math.nan]):
-        assert not math.isfinite(sample_mean(sums, [1, 1], [1, 1], 0.0))
+        assert not math.isfinite(sample_mean(sums, [1, 1], [1, 1], 0.0, [0.0, 0.0]))
